@@ -1,0 +1,5 @@
+"""Calibration: from activations to statistics."""
+
+from ispasp.calibrate.measure import measure
+
+__all__ = ["measure"]

@@ -1,0 +1,74 @@
+"""Statistics of one batch at the input of one consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ispasp.calibrate.patches import patches
+from ispasp.errors import InputError
+from ispasp.types import Consumer, ConvConsumer, Gram, Magnitude, Moment, Reading
+
+STATISTICS = ("moment", "magnitude", "gram")
+
+
+def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",)) -> Reading:
+    """Take statistics of a batch: sums in float64, whatever the dtype of H.
+
+    H is what the consumer gets: (..., channels) for a linear one, (batch, channels, *size) for a convolution.
+    `needs` names the statistics: "moment" sum of H over the data (positions too where the consumer treats them
+    alike), "magnitude" sum of |H|, "gram" sum of X X^T over the patches X that meet the weight.
+
+    >>> from ispasp.types import LinearConsumer
+    >>> r = measure(LinearConsumer(torch.ones(1, 2)), torch.tensor([[1.0, -2.0], [3.0, -4.0]]), ["moment", "gram"])
+    >>> r.moment.maps[()], r.gram.total
+    (tensor([ 4., -6.], dtype=torch.float64),
+     tensor([[[ 10., -14.], [-14.,  20.]]], dtype=torch.float64))
+    """
+    _check(consumer, H, needs)
+    examples = H.shape[0] if H.ndim > 1 else 1
+    conv = isinstance(consumer, ConvConsumer)
+    over = (0,) if conv else tuple(range(H.ndim - 1))
+    everything = (0, *range(2, H.ndim)) if conv else over
+    moment = magnitude = gram = None
+    if "moment" in needs:
+        total = H.sum(over, dtype=torch.float64) if over else H.double()
+        _check_sum(total)
+        moment = Moment({tuple(total.shape[1:]): total}, examples)
+    if "magnitude" in needs:
+        total = H.abs().sum(everything, dtype=torch.float64) if everything else H.abs().double()
+        _check_sum(total)
+        magnitude = Magnitude(total, examples)
+    if "gram" in needs:
+        X = patches(consumer, H).double()  # (groups, K, N)
+        gram = Gram(X @ X.mT, examples)
+        _check_sum(gram.total)
+    return Reading(consumer, moment, magnitude, gram)
+
+
+def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
+    unknown = set(needs) - set(STATISTICS)
+    if unknown:
+        raise InputError(f"unknown statistic {sorted(unknown)}: choose from {list(STATISTICS)}")
+    conv = isinstance(consumer, ConvConsumer)
+    axes = consumer.weight.ndim if conv else max(H.ndim, 1)
+    if H.ndim != axes or H.shape[1 if conv else -1] != consumer.channels:
+        expected = f"(batch, {consumer.channels}, *size)" if conv else f"(..., {consumer.channels})"
+        raise InputError(
+            f"activations of shape {tuple(H.shape)} do not fit a consumer that reads {expected}: "
+            "pass the tensor that enters the layer"
+        )
+    if H.numel() == 0:
+        raise InputError(f"activations of shape {tuple(H.shape)} hold no data: pass at least one example")
+
+
+def _check_sum(total: Tensor) -> None:
+    # One NaN or Inf anywhere in the data shows in the sum, so the activations need no pass of their own.
+    bad = ~torch.isfinite(total)
+    if bool(bad.any()):
+        raise InputError(
+            f"activations hold NaN or Inf ({int(bad.sum())} of {total.numel()} sums are not finite): "
+            "check the calibration data and the layers before, or run them in float32"
+        )

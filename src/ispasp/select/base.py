@@ -1,0 +1,23 @@
+"""What every selector is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from ispasp.types import Selection, Statistics
+
+
+class Selector(ABC):
+    """A rule that decides which units stay.
+
+    Subclasses are frozen dataclasses: their fields are the options. `needs` names the statistics that calibration
+    has to take for them ("moment", "magnitude", "gram").
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def select(self, statistics: Statistics, keep: float | int) -> Selection:
+        """Choose `keep` (a fraction or a number) of the units of one hidden dimension."""

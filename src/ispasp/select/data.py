@@ -1,0 +1,64 @@
+"""Selection straight from a weight and the activations it reads: the one-call form for tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ispasp.calibrate import measure
+from ispasp.errors import InputError
+from ispasp.select.base import Selector
+from ispasp.select.registry import selector
+from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Selection, Statistics, Step
+
+
+def select_units(
+    consumers: Tensor | Consumer | Sequence[Consumer],
+    H: Tensor | Sequence[Tensor],
+    keep: float | int,
+    method: str | Selector = "ispasp",
+) -> Selection:
+    """Choose the units to keep from activations that fit in memory, and measure ||V||_F on them.
+
+    `consumers`: a weight (outputs, channels) or (outputs, channels, *kernel), a consumer, or several that read the
+    same hidden dimension. `H`: what they get, (batch, ..., channels) or (batch, channels, *size); one tensor for all,
+    or one for each.
+
+    >>> torch.manual_seed(0)
+    <torch._C.Generator object at ...>
+    >>> H = torch.rand(100, 8) * torch.tensor([9.0, 8, 7, 6, 0.1, 0.1, 0.1, 0.1]); W = torch.randn(4, 8)
+    >>> select_units(W, H, keep=0.5).kept
+    (0, 1, 2, 3)
+    """
+    maps = [consumers] if isinstance(consumers, (Tensor, Consumer)) else list(consumers)
+    As = [_consumer(c) for c in maps]
+    Hs = [H] * len(As) if isinstance(H, Tensor) else list(H)
+    if not As or len(Hs) != len(As):
+        raise InputError(f"{len(As)} consumers and {len(Hs)} activations: pass one tensor for all, or one for each")
+    chosen = selector(method)
+    readings = [measure(A, X, {"moment", *chosen.needs}) for A, X in zip(As, Hs, strict=True)]
+    selection = chosen.select(Statistics(As[0].count_units(), tuple(readings)), keep)
+    measured = [_with_residual(step, As, Hs) for step in (selection.start, *selection.steps)]
+    return replace(selection, start=measured[0], steps=tuple(measured[1:]))
+
+
+def _consumer(given: Tensor | Consumer) -> Consumer:
+    if isinstance(given, Consumer):
+        return given
+    return LinearConsumer(given) if given.ndim == 2 else ConvConsumer(given)
+
+
+def _with_residual(step: Step, As: Sequence[Consumer], Hs: Sequence[Tensor]) -> Step:
+    if step.residual is not None:
+        return step
+    total = torch.zeros((), dtype=torch.float64)
+    for A, H in zip(As, Hs, strict=True):
+        unit_of = A.unit_of()
+        removed = (unit_of >= 0) & ~torch.isin(unit_of, torch.tensor(step.kept, dtype=unit_of.dtype))
+        axes = (1,) * len(A.kernel) if isinstance(A, ConvConsumer) else ()
+        V = A(H.double() * removed.double().reshape(-1, *axes))
+        total += V.square().sum()
+    return replace(step, residual=float(total.sqrt()))

@@ -1,0 +1,55 @@
+"""The error of every choice of units, from a Gram matrix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ispasp.errors import InputError
+from ispasp.types import Consumer, ConvConsumer, Gram, Statistics
+
+
+def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
+    """E with E_ij = sum over data of <A H_i, A H_j>, H_i unit i alone. (units, units)
+
+    For any set R of removed units ||A H_R||_F^2 = 1_R^T E 1_R, so one matrix gives the error of every choice.
+
+    >>> from ispasp.calibrate import measure
+    >>> from ispasp.types import LinearConsumer
+    >>> A = LinearConsumer(torch.tensor([[1.0, 2.0]])); H = torch.tensor([[1.0, 1.0], [0.0, 3.0]])
+    >>> energy(A, measure(A, H, ["gram"]).gram, 2)
+    tensor([[ 1.,  2.],
+            [ 2., 40.]], dtype=torch.float64)
+    """
+    if isinstance(consumer, ConvConsumer):
+        W = consumer.grouped_weight().double()  # (g, O/g, C/g, *kernel)
+        taps = math.prod(consumer.kernel)
+    else:
+        W, taps = consumer.weight.double()[None], 1
+    if consumer.scale is not None:
+        W = W * consumer.scale.double().reshape(W.shape[0], -1, *(1,) * (W.ndim - 2))
+    W = W.flatten(2)  # (g, O/g, K)
+    needed = (W.shape[0], W.shape[2], W.shape[2])
+    if tuple(gram.total.shape) != needed:
+        raise InputError(
+            f"a Gram matrix of shape {tuple(gram.total.shape)} does not fit a consumer that needs {needed}: "
+            "take it with measure(consumer, H, ['gram'])"
+        )
+    if not bool(torch.isfinite(gram.total).all()):
+        raise InputError("a Gram matrix holds NaN or Inf: check the calibration data and the layers before")
+    E = (W.mT @ W) * gram.total.double()  # (g, K, K)
+    unit_of = consumer.unit_of().reshape(W.shape[0], -1).repeat_interleave(taps, dim=1)  # (g, K)
+    onto = torch.nn.functional.one_hot(unit_of + 1, units + 1)[..., 1:].double()  # (g, K, units), -1 falls away
+    return (onto.mT @ E @ onto).sum(0)
+
+
+def total_energy(statistics: Statistics) -> Tensor | None:
+    """Energy of all consumers together, or None unless every one of them has a Gram matrix. (units, units)"""
+    parts = [
+        energy(reading.consumer, reading.gram, statistics.units)
+        for reading in statistics.readings
+        if reading.gram is not None
+    ]
+    return torch.stack(parts).sum(0) if len(parts) == len(statistics.readings) else None

@@ -1,0 +1,42 @@
+"""Top-K: the units with the largest summed activation magnitude."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ispasp.errors import InputError
+from ispasp.select.base import Selector
+from ispasp.select.evidence import Evidence
+from ispasp.select.ordering import descending
+from ispasp.types import Selection, Statistics, units_to_keep
+
+
+@dataclass(frozen=True)
+class TopK(Selector):
+    """The paper's naive baseline (Appendix A.2): score = sum over data and positions of |H|.
+
+    >>> from ispasp.calibrate import measure
+    >>> from ispasp.types import LinearConsumer, Statistics
+    >>> r = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, -3.0, 2.0]]), ["magnitude"])
+    >>> TopK().select(Statistics(3, (r,)), keep=2).kept
+    (1, 2)
+    """
+
+    name: ClassVar[str] = "topk"
+    needs: ClassVar[tuple[str, ...]] = ("magnitude",)
+
+    def select(self, statistics: Statistics, keep: float | int) -> Selection:
+        """Choose the `keep` units with the largest score, the lowest index first among equals."""
+        s = units_to_keep(keep, statistics.units)
+        score = torch.zeros(statistics.units, dtype=torch.float64, device=statistics.readings[0].consumer.weight.device)
+        for number, reading in enumerate(statistics.readings):
+            if reading.magnitude is None:
+                raise InputError(
+                    f"consumer {number} has no magnitudes: take them with measure(consumer, H, ['magnitude'])"
+                )
+            unit_of = reading.consumer.unit_of()
+            score = score.index_add(0, unit_of[unit_of >= 0], reading.magnitude.total.double()[unit_of >= 0])
+        return Evidence(statistics).selection([sorted(descending(score)[:s].tolist())], converged=True)

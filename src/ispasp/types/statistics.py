@@ -1,0 +1,126 @@
+"""Statistics: what calibration keeps of the data. Small sums that merge with `+`, never the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ispasp.errors import InputError
+from ispasp.types.consumer import Consumer
+
+Size = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """First moments mu(H): the input of a consumer summed over the data.
+
+    A linear consumer needs one vector (channels,) under the empty size; a convolution one batch-summed map
+    (channels, *size) for every spatial size it was called with.
+
+    >>> a = Moment({(): torch.tensor([1.0, 2.0])}, examples=3)
+    >>> (a + a).maps[()], (a + a).examples
+    (tensor([2., 4.]), 6)
+    """
+
+    maps: Mapping[Size, Tensor]
+    examples: int
+
+    def __add__(self, other: Moment) -> Moment:
+        """Merge two parts of the data."""
+        maps = dict(self.maps)
+        for size, total in other.maps.items():
+            maps[size] = maps[size] + total if size in maps else total
+        return Moment(maps, self.examples + other.examples)
+
+
+@dataclass(frozen=True, eq=False)
+class Magnitude:
+    """Summed activation magnitudes: `total[c]` is the sum of |H| over data and positions of channel c. (channels,)"""
+
+    total: Tensor
+    examples: int
+
+    def __add__(self, other: Magnitude) -> Magnitude:
+        """Merge two parts of the data."""
+        return Magnitude(self.total + other.total, self.examples + other.examples)
+
+
+@dataclass(frozen=True, eq=False)
+class Gram:
+    """Second moments of what the weight multiplies: `total[g] = X X^T`, X the patches of group g.
+
+    (groups, K, K) with K = channels / groups x taps, channel-major as in `weight.flatten(1)`; one group and one tap
+    for a linear consumer, where it is H H^T.
+    """
+
+    total: Tensor
+    examples: int
+
+    def __add__(self, other: Gram) -> Gram:
+        """Merge two parts of the data."""
+        return Gram(self.total + other.total, self.examples + other.examples)
+
+
+S = TypeVar("S", Moment, Magnitude, Gram)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One consumer of a hidden dimension and the statistics taken at its input."""
+
+    consumer: Consumer
+    moment: Moment | None = None
+    magnitude: Magnitude | None = None
+    gram: Gram | None = None
+
+    def __add__(self, other: Reading) -> Reading:
+        """Merge the statistics of two parts of the data for the same consumer."""
+        return Reading(
+            self.consumer,
+            _merged(self.moment, other.moment),
+            _merged(self.magnitude, other.magnitude),
+            _merged(self.gram, other.gram),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """All a selector sees of one hidden dimension of `units` units: one reading per consumer."""
+
+    units: int
+    readings: tuple[Reading, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse statistics that cannot belong to one hidden dimension."""
+        if not self.readings:
+            raise InputError("a hidden dimension needs at least one consumer: pass one Reading per consumer")
+        for number, reading in enumerate(self.readings):
+            unit_of = reading.consumer.unit_of()
+            seen = torch.unique(unit_of[unit_of >= 0])
+            if len(seen) != self.units or int(seen[-1]) != self.units - 1:
+                raise InputError(
+                    f"consumer {number} reads {len(seen)} different units, the hidden dimension has {self.units}: "
+                    f"its `units` must name each of 0..{self.units - 1}"
+                )
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Merge the statistics of two parts of the data."""
+        if (self.units, len(self.readings)) != (other.units, len(other.readings)):
+            raise InputError(
+                f"statistics of {self.units} units and {len(self.readings)} consumers cannot be added to those of "
+                f"{other.units} units and {len(other.readings)} consumers: they are of different hidden dimensions"
+            )
+        return Statistics(self.units, tuple(a + b for a, b in zip(self.readings, other.readings, strict=True)))
+
+
+def _merged(a: S | None, b: S | None) -> S | None:
+    if a is not None and b is not None:
+        return a + b
+    if a is None and b is None:
+        return None
+    raise InputError("a statistic was taken on one part of the data only: take the same statistics on every part")
