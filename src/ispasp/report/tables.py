@@ -1,0 +1,43 @@
+"""Tables as text: rows, columns and how to write a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: the key in a row, its title, and how its values are written."""
+
+    key: str
+    title: str
+    write: Callable[[Any], str] = str
+
+
+def render(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], note: str = "") -> str:
+    """A table as text; numbers are right-aligned, missing values are a dash.
+
+    >>> print(render("Sizes", [Column("name", "layer"), Column("units", "units")], [{"name": "fc1", "units": 64}]))
+         Sizes
+    ┏━━━━━━━┳━━━━━━━┓
+    ┃ layer ┃ units ┃
+    ┡━━━━━━━╇━━━━━━━┩
+    │ fc1   │    64 │
+    └───────┴───────┘
+    """
+    table = Table(title=title, caption=note or None, caption_justify="left")
+    for column in columns:
+        numeric = all(isinstance(row.get(column.key), (int, float, type(None))) for row in rows)
+        table.add_column(column.title, justify="right" if numeric else "left")
+    for row in rows:
+        cells = (row.get(column.key) for column in columns)
+        table.add_row(*("-" if v is None else c.write(v) for c, v in zip(columns, cells, strict=True)))
+    console = Console(width=120, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")

@@ -1,0 +1,206 @@
+"""Restricted isometry constants of a matrix, exact or between two bounds, and Assumption 1.
+
+delta_r(W) is the largest ||W_T^T W_T - I||_2 over all sets T of r columns. Enumeration gives it exactly; for
+more columns every T that is tried gives a lower bound, and Gershgorin discs of W^T W give an upper bound. All are
+true up to the rounding of float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain, combinations, islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ispasp.errors import InputError
+from ispasp.theory.moments import as_matrix
+
+_METHODS = ("auto", "exact", "monte_carlo", "coherence")
+_AUTO_SUPPORTS, _MAX_SUPPORTS = 20_000, 5_000_000  # below a second; minutes
+_BLOCK = 1 << 22  # numbers per batch of Gram submatrices (32 MB)
+_REFINED, _ROUNDS = 8, 10  # how many sampled supports are improved, and how often
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RestrictedIsometry:
+    """What is known of delta_r: the eigenvalues of all W_T^T W_T, |T| = r, span `inner` and stay within `outer`.
+
+    With `rescaled`, delta_r is that of c W for the best single factor c: Algorithm 1 does not see c.
+
+    >>> known = RestrictedIsometry(r=2, inner=(1.5, 2.5), outer=(1.0, 3.0), rescaled=True)
+    >>> known.lower, known.upper, known.exact, round(known.scale, 4)
+    (0.25, 0.5, False, 0.7071)
+    """
+
+    r: int
+    inner: Interval
+    outer: Interval
+    rescaled: bool = False
+
+    @property
+    def lower(self) -> float:
+        """Lower bound on delta_r."""
+        return _delta(self.inner, self.rescaled)
+
+    @property
+    def upper(self) -> float:
+        """Upper bound on delta_r."""
+        return _delta(self.outer, self.rescaled)
+
+    @property
+    def exact(self) -> bool:
+        """Whether both bounds are delta_r itself."""
+        return self.inner == self.outer
+
+    @property
+    def scale(self) -> float:
+        """The factor c for which c W has the constant `upper`; 1 if not rescaled."""
+        total = sum(self.outer)
+        return math.sqrt(2 / total) if self.rescaled and total > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Assumption1:
+    """Whether delta_4s(W) <= threshold; None where the bounds on delta_4s leave it open."""
+
+    s: int
+    isometry: RestrictedIsometry
+    holds: bool | None
+    reason: str
+
+
+def restricted_isometry(
+    W: Tensor, r: int, method: str = "auto", *, samples: int = 64, seed: int = 0, rescale: bool = False
+) -> RestrictedIsometry:
+    """Bound the r-th restricted isometry constant of W (d_out, d_hid); r above d_hid counts as d_hid.
+
+    - "exact": all sets of r columns are tried, in batches.
+    - "monte_carlo": lower bound from `samples` random sets and some sets of correlated columns, the best improved by a
+      truncated power iteration. Upper bound from Gershgorin discs with the r - 1 largest off-diagonal entries in each
+      row of W^T W (for unit columns at most r - 1 times the coherence), or from its spectrum where that is tighter.
+    - "coherence": the same upper bound, no sampling; the lower bound is delta_1.
+    - "auto": "exact" where that takes below a second, else "monte_carlo".
+
+    delta_r >= 1 whenever d_out < r, for r columns are then linearly dependent.
+
+    >>> W = torch.tensor([[1.0, 0.6], [0.0, 0.8]])
+    >>> known = restricted_isometry(W, r=2)
+    >>> known.exact, round(known.upper, 6)
+    (True, 0.6)
+    >>> [restricted_isometry(3 * torch.eye(4), r=2, rescale=rescale).upper for rescale in (False, True)]
+    [8.0, 0.0]
+    """
+    W = as_matrix(W, "W")
+    if r < 1 or samples < 1:
+        raise InputError(f"r={r} and samples={samples} were given: pass whole numbers from 1 on")
+    if method not in _METHODS:
+        raise InputError(f"method={method!r} is unknown: pass one of {', '.join(_METHODS)}")
+    d_out, n = W.shape
+    r = min(r, n)
+    supports = math.comb(n, r)
+    if method == "exact" and supports > _MAX_SUPPORTS:
+        raise InputError(f"{n} columns have {supports} sets of {r}, too many to try: pass 'monte_carlo'")
+    G = W.T @ W  # (n, n)
+    if method == "exact" or supports <= (_AUTO_SUPPORTS if method == "auto" else 1):
+        inner = outer = _enumerated(G, r)
+    else:
+        outer = _outer(W, G, r)
+        g = G.diagonal()
+        inner = (float(g.min()), float(g.max())) if method == "coherence" else _sampled(G, r, samples, seed)
+    if d_out < r:  # W_T^T W_T is singular, which eigvalsh reports as 1e-17
+        inner, outer = (0.0, inner[1]), (0.0, outer[1])
+    return RestrictedIsometry(r, inner, outer, rescale)
+
+
+def assumption1(
+    W: Tensor, s: int, *, threshold: float = 0.1, samples: int = 64, seed: int = 0, rescale: bool = False
+) -> Assumption1:
+    """Decide whether delta_4s(W) <= 0.1, for a consumer W (d_out, d_hid) that is pruned to s units.
+
+    It asks for columns of nearly unit length, yet Algorithm 1 keeps the same units for W and c W: `rescale=True` asks
+    whether some c W satisfies it, and the bounds need no more.
+
+    >>> assumption1(torch.eye(8), s=2).holds
+    True
+    >>> assumption1(torch.ones(10, 1000), s=100).reason
+    '10 outputs cannot carry 400 independent columns, so delta_400 >= 1: only s <= 2 is possible'
+    """
+    if s < 1:
+        raise InputError(f"s={s} was given: pass how many units stay, s >= 1")
+    W = as_matrix(W, "W")
+    d_out, r = W.shape[0], min(4 * s, W.shape[1])
+    if d_out < r:  # no need of the Gram matrix, which is large for such a W
+        longest, largest = float(W.square().sum(0).max()), float(torch.linalg.matrix_norm(W, 2)) ** 2
+        known = RestrictedIsometry(r, (0.0, longest), (0.0, largest), rescale)
+        reason = f"{d_out} outputs cannot carry {r} independent columns, so delta_{r} >= 1"
+        return Assumption1(s, known, False, f"{reason}: only s <= {d_out // 4} is possible")
+    known = restricted_isometry(W, r, samples=samples, seed=seed, rescale=rescale)
+    if known.upper <= threshold:
+        return Assumption1(s, known, True, f"delta_{r} <= {known.upper:.4g}")
+    if known.lower > threshold:
+        return Assumption1(s, known, False, f"delta_{r} >= {known.lower:.4g} > {threshold:g}")
+    return Assumption1(s, known, None, f"open: {known.lower:.4g} <= delta_{r} <= {known.upper:.4g}")
+
+
+def _delta(eigenvalues: Interval, rescaled: bool) -> float:
+    low, high = eigenvalues
+    if rescaled and high > 0:
+        return (high - low) / (high + low)  # c^2 high - 1 = 1 - c^2 low
+    return max(high - 1, 1 - low)
+
+
+def _ends(G: Tensor, T: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest eigenvalue of G on each support, T (k, r) -> (k,), (k,)."""
+    blocks = torch.split(T, max(1, _BLOCK // T.shape[1] ** 2))
+    spectra = [torch.linalg.eigvalsh(G[t[:, :, None], t[:, None, :]]) for t in blocks]
+    return torch.cat([x[:, 0] for x in spectra]), torch.cat([x[:, -1] for x in spectra])
+
+
+def _enumerated(G: Tensor, r: int) -> Interval:
+    sets, low, high = combinations(range(len(G)), r), math.inf, -math.inf
+    while block := list(islice(sets, max(1, _BLOCK // r**2))):
+        T = np.fromiter(chain.from_iterable(block), np.int64, len(block) * r).reshape(-1, r)
+        lows, highs = _ends(G, torch.from_numpy(T))
+        low, high = min(low, float(lows.min())), max(high, float(highs.max()))
+    return low, high
+
+
+def _gershgorin(G: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each column: the r columns that overlap it most (itself first), and the two ends of its disc."""
+    g, overlap = G.diagonal(), G.abs().fill_diagonal_(math.inf).topk(r, dim=1)
+    radius = overlap.values[:, 1:].sum(1)
+    return overlap.indices, g - radius, g + radius
+
+
+def _outer(W: Tensor, G: Tensor, r: int) -> Interval:
+    _, low, high = _gershgorin(G, r)
+    wide = W.shape[0] < W.shape[1]  # then W W^T is smaller, and has all eigenvalues of G but 0
+    spectrum = torch.linalg.eigvalsh(W @ W.T if wide else G)
+    return max(float(low.min()), 0.0 if wide else float(spectrum[0]), 0.0), min(float(high.max()), float(spectrum[-1]))
+
+
+def _sampled(G: Tensor, r: int, samples: int, seed: int) -> Interval:
+    n, k = len(G), min(_REFINED, len(G))
+    T = torch.rand(samples, n, generator=torch.Generator().manual_seed(seed)).topk(r, dim=1).indices
+    near, low, high = _gershgorin(G, r)
+    T = torch.cat([T, near[low.topk(k, largest=False).indices], near[high.topk(k).indices]])
+    low, high = _ends(G, T)
+    shift = torch.linalg.matrix_norm(G, 1)  # >= lambda_max, so that shift I - G is positive semidefinite
+    narrow = _refined(shift * torch.eye(n, dtype=G.dtype) - G, T[low.topk(k, largest=False).indices])
+    wide = _refined(G, T[high.topk(k).indices])
+    low, high = _ends(G, torch.cat([T, narrow, wide]))
+    return float(low.min()), float(high.max())
+
+
+def _refined(B: Tensor, T: Tensor) -> Tensor:
+    """Move each support to the r largest entries of B x, x the top eigenvector of B on it; it never gets worse."""
+    for _ in range(_ROUNDS):
+        x = torch.linalg.eigh(B[T[:, :, None], T[:, None, :]]).eigenvectors[:, :, -1]  # (k, r)
+        X = torch.zeros(len(T), len(B), dtype=B.dtype).scatter_(1, T, x)
+        T = (X @ B).abs().topk(T.shape[1], dim=1).indices
+    return T

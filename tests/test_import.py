@@ -1,0 +1,20 @@
+"""Importing the package is inert."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = ("matplotlib", "accelerate", "sklearn", "torchvision", "timm", "transformers", "onnx", "onnxruntime", "typer")
+
+
+def test_import_loads_no_optional_or_slow_package_and_no_random_numbers() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); state = torch.get_rng_state(); import ispasp;"
+        "assert torch.equal(state, torch.get_rng_state());"
+        "print(*{m.split('.')[0] for m in set(sys.modules) - before})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    loaded = set(done.stdout.split())
+    assert "ispasp" in loaded
+    assert not loaded & set(HEAVY)
