@@ -1,7 +1,9 @@
 """Where the printed paper does not hold: the counter-examples of docs/theory.md, numbered as there."""
 
 import math
+import re
 from itertools import groupby, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,3 +248,19 @@ def test_16_yet_algorithm_1_can_be_better_than_top_k():
     H, W = column(9.0, 1.0, 2.0), torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64)
     assert reference.algorithm1(H, W, s=1, T=3) == [[2]] * 3
     assert residual(W, H, [2]) == 1 and residual(W, H, [0]) == 3
+
+
+# The page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_tests_that_exist_and_its_example_runs():
+    page = (Path(__file__).parents[2] / "docs" / "theory.md").read_text()
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    names = re.findall(r"`(test_\w+)\*?`", page)
+    assert len(names) > 10 and [name for name in names if f"def {name}" not in source] == []
+    numbered = {int(n) for n in re.findall(r"^def test_(\d+)_", source, re.MULTILINE)}
+    assert numbered == {int(n) for n in re.findall(r"^(\d+)\. ", page, re.MULTILINE)} == {*range(1, 17)}
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found = {}
+    exec(example, found)  # noqa: S102
+    assert found["delta"] < 1e-5 and 0.4 < found["fit"].p < 0.6

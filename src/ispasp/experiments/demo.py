@@ -74,7 +74,7 @@ def train(model: nn.Module, data: Digits, epochs: int, lr: float, seed: int = 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     for _ in range(epochs):
-        for index in torch.randperm(len(data.x), generator=generator).split(64):
+        for index in torch.split(torch.randperm(len(data.x), generator=generator), 64):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(data.x[index]), data.y[index]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

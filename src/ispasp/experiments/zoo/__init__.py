@@ -3,10 +3,19 @@
 from . import language, plain, timm_models, vision
 from .case import Case
 
-__all__ = ["Case", "cases"]
+__all__ = ["GROUPS", "Case", "cases"]
+
+GROUPS = {
+    "plain": plain.cases,
+    "torchvision": vision.cases,
+    "timm": timm_models.cases,
+    "transformers": language.cases,
+}
 
 
-def cases(group: str | None = None) -> list[Case]:
-    """Return every case, or those of one group: `plain`, `torchvision`, `timm` or `transformers`."""
-    makers = (plain.cases, vision.cases, timm_models.cases, language.cases)
-    return [case for make in makers for case in make() if group in (None, case.group)]
+def cases(*groups: str) -> list[Case]:
+    """Return the cases of the named groups, or of all.
+
+    Only `torchvision` imports its package to be listed; the others do so when a case is built.
+    """
+    return [case for group in groups or GROUPS for case in GROUPS[group]()]

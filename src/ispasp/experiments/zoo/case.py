@@ -52,16 +52,21 @@ def case(group: str, name: str, make: Callable[[], nn.Module], batch: Callable[[
 
 @torch.no_grad()
 def enliven_(model: nn.Module) -> nn.Module:
-    """Give random values to what initialisation leaves constant, in place.
+    """Give random values to what initialisation leaves constant, and strength to what it leaves weak, in place.
 
-    Zero biases, unit scales and layer scales of 1e-6 hide mistakes: a wrongly sliced vector of ones is still
-    a vector of ones.
+    Zero biases, unit scales and layer scales of 1e-6 hide mistakes (a wrongly sliced vector of ones is still a
+    vector of ones), and so do layers whose share in the output is too small to be seen.
     """
     for parameter in model.parameters():
-        low, high = parameter.aminmax() if parameter.numel() else (torch.ones(()), torch.zeros(()))
-        if low != high or not parameter.is_floating_point():
+        if not parameter.is_floating_point() or not parameter.numel():
             continue
-        if low == 0:
+        low, high = parameter.aminmax()
+        if low < high:
+            if parameter.ndim > 1:
+                healthy = (parameter.numel() / len(parameter)) ** -0.5  # 1 / sqrt(fan in)
+                spread = parameter.std().item()
+                parameter.mul_(0.7 * healthy / spread if spread < 0.3 * healthy else 1.0)
+        elif low == 0:
             parameter.normal_(std=0.1)
         elif low == 1 or 0 < low < 0.1:
             parameter.uniform_(0.5, 1.5)

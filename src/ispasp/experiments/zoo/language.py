@@ -37,6 +37,7 @@ ROWS: dict[str, Row] = {
     "fnet": ("FNetForSequenceClassification", ENCODER, TEXT),
     "nystromformer": ("NystromformerForSequenceClassification", {**ENCODER, "num_landmarks": 8,
         "segment_means_seq_len": 8}, TEXT),
+    "longformer_masked_lm": ("LongformerForMaskedLM", {**ENCODER, "attention_window": 4}, TEXT),
     "longformer": ("LongformerForSequenceClassification", {**ENCODER, "attention_window": 4}, TEXT),
     "funnel": ("FunnelForSequenceClassification", {"vocab_size": 100, "block_sizes": [1, 1], "d_model": 32,
         "n_head": 4, "d_head": 8, "d_inner": 64, "num_labels": 4}, TEXT),
@@ -137,9 +138,8 @@ def _builder(name: str, options: Options) -> Callable[[], nn.Module]:
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         model_class = getattr(transformers, name)
         config = model_class.config_class(**options)
-        changes = {"use_cache": False, "initializer_range": 0.15, "init_std": 0.15}  # 0.02 is for widths of a thousand
-        for key in changes.keys() & vars(config).keys():
-            setattr(config, key, changes[key])
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
         model: nn.Module = model_class(config)
         return model
 
