@@ -13,3 +13,23 @@ class InputError(IspaspError, ValueError):
 
 class MissingExtraError(IspaspError, ImportError):
     """An optional package is needed and not installed."""
+
+
+class TraceError(IspaspError, RuntimeError):
+    """A model could not be turned into a graph."""
+
+
+class NothingToPruneError(IspaspError, ValueError):
+    """A model has no hidden dimension that can lose units."""
+
+
+class PlanError(IspaspError, ValueError):
+    """A plan is malformed, or does not fit the model."""
+
+
+class SurgeryError(IspaspError, RuntimeError):
+    """Removing units did not equal masking them; the model is as it was before."""
+
+
+class SaveError(IspaspError, OSError):
+    """A folder cannot be written or read."""

@@ -84,6 +84,8 @@ def settle_(model: nn.Module, run: Callable[[], Any]) -> nn.Module:
     for norm in norms:
         norm.train()
         norm.momentum = 1.0
+        if norm.affine and norm.weight.abs().max() < 0.2:  # transformers draws them like any other weight
+            norm.weight.uniform_(0.5, 1.5)
     if norms:
         run()
     for norm, momentum in zip(norms, momenta, strict=True):

@@ -1,0 +1,1 @@
+"""From a model to its hidden dimensions: trace, track axes, survey."""

@@ -1,0 +1,101 @@
+"""Normalisations: what they average over cannot lose positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ispasp.graph.atoms import Reason, flatten, freeze, length, split
+from ispasp.graph.rules.shape import with_axes
+from ispasp.graph.track import Tracker, rule
+from ispasp.graph.values import Value
+
+aten = torch.ops.aten
+
+
+@rule(aten.batch_norm.default)
+def batch_norm(
+    t: Tracker,
+    node: fx.Node,
+    input: Value,  # noqa: A002  # the schema's name
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    training: bool,
+    **_: Any,
+) -> Value:
+    """Each channel alone; batch statistics average over all other axes."""
+    axis = input.axes[1]
+    for parameter in (weight, bias, running_mean, running_var):
+        if parameter is not None:
+            axis = t.unite(node, axis, parameter.axes[0])
+    if training:
+        others = [dim for dim in range(len(input.axes)) if dim != 1]
+        t.freeze(node, input, others, "batch statistics average over this axis")
+    return Value((input.axes[0], axis, *input.axes[2:]), input.parameters)
+
+
+@rule(aten.instance_norm.default)
+def instance_norm(
+    t: Tracker,
+    node: fx.Node,
+    input: Value,  # noqa: A002
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    **_: Any,
+) -> Value:
+    """Each channel of each example alone."""
+    for parameter in (weight, bias, running_mean, running_var):
+        if parameter is not None:
+            t.unite(node, input.axes[1], parameter.axes[0])
+    t.freeze(node, input, range(2, len(input.axes)), "instance_norm averages over this axis")
+    return input
+
+
+@rule(aten.layer_norm.default, aten.rms_norm.default)
+def layer_norm(t: Tracker, node: fx.Node, input: Value, normalized_shape: list[int], **rest: Any) -> Value:  # noqa: A002
+    """The last axes are averaged over."""
+    name = str(node.target).split(".")[1]
+    why = f"{name} normalises over this axis"
+    t.freeze(node, input, range(-len(normalized_shape), 0), why)
+    for parameter in (rest.get("weight"), rest.get("bias")):
+        if parameter is not None:
+            parameter.freeze(Reason(why, node.name))
+    return input
+
+
+@rule(aten.group_norm.default)
+def group_norm(
+    t: Tracker,
+    node: fx.Node,
+    input: Value,  # noqa: A002
+    num_groups: int,
+    weight: Value | None,
+    bias: Value | None,
+    **_: Any,
+) -> Value:
+    """Whole groups can go; inside a group channels are averaged over."""
+    why = Reason("group_norm normalises over the channels of a group", node.name)
+    groups, inner = split(input.axes[1], [num_groups, length(input.axes[1]) // num_groups], why)
+    freeze(inner, why)
+    if num_groups == 1:
+        freeze(input.axes[1], why)
+    axis = flatten([groups, inner])
+    for parameter in (weight, bias):
+        if parameter is not None:
+            axis = t.unite(node, axis, parameter.axes[0])
+    t.freeze(node, input, range(2, len(input.axes)), "group_norm normalises over this axis")
+    return Value((input.axes[0], axis, *input.axes[2:]), input.parameters)
+
+
+@rule(aten._weight_norm.default)
+def weight_norm(t: Tracker, node: fx.Node, v: Value, g: Value, dim: int = 0) -> Value:
+    """g v / ||v||: the axis `dim` is kept; the norm runs over the others, which surgery makes good for."""
+    axes = list(v.axes)
+    axes[dim] = t.unite(node, axes[dim], g.axes[dim])
+    return with_axes(Value(tuple(axes), v.parameters | g.parameters), axes)

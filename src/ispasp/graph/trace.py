@@ -1,0 +1,130 @@
+"""The only module that touches torch.export: a model and a batch become an ATen graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from ispasp.errors import TraceError
+
+Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a placeholder stands for: a parameter or buffer of the model (by its name), an input, a constant."""
+
+    kind: Literal["parameter", "buffer", "constant", "input"]
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The graph of one call. `sources[placeholder name]` says where each of its inputs comes from."""
+
+    module: fx.GraphModule
+    sources: Mapping[str, Source]
+    constants: Mapping[str, Any]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The ATen graph."""
+        return self.module.graph
+
+
+def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a batch is handed to a model: (args, kwargs).
+
+    >>> call_arguments({"x": 1})
+    ((), {'x': 1})
+    >>> call_arguments((1, 2))
+    ((1, 2), {})
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    """model(batch) in the way batches are handed over."""
+    args, kwargs = call_arguments(batch)
+    return model(*args, **kwargs)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients; every module's own mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def trace(model: nn.Module, batch: Batch) -> Trace:
+    """Trace one call of the model (eval mode, no gradients, non-strict)."""
+    args, kwargs = call_arguments(batch)
+    with evaluating(model), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(model, args, kwargs, strict=False)
+        except Exception as first:
+            program = _second_try(model, args, kwargs, first)
+    signature = program.graph_signature
+    sources: dict[str, Source] = {}
+    for spec in signature.input_specs:
+        kind = spec.kind.name
+        name = getattr(spec.arg, "name", "")
+        if kind == "PARAMETER":
+            sources[name] = Source("parameter", str(spec.target))
+        elif kind == "BUFFER":
+            sources[name] = Source("buffer", str(spec.target))
+        elif kind in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
+            sources[name] = Source("constant", str(spec.target))
+        else:
+            sources[name] = Source("input", name)
+    return Trace(program.graph_module, sources, dict(program.constants))
+
+
+def _second_try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], first: Exception) -> Any:
+    # `if mask.any():` and the like depend on data: let the example batch decide them.
+    try:
+        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Exception:
+        reason = str(first).strip().splitlines()
+        raise TraceError(
+            f"torch.export cannot trace {type(model).__name__}: {reason[0] if reason else type(first).__name__}. "
+            "Check that model(batch) runs, and that its forward does not branch on the values of tensors"
+        ) from first
+
+
+def placeholders(trace: Trace, model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The value of every placeholder: the model's tensors, constants, and the batch's inputs in order."""
+    args, kwargs = call_arguments(batch)
+    inputs = iter(torch.utils._pytree.tree_leaves((args, kwargs)))
+    tensors: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    values: dict[str, Any] = {}
+    for node in trace.graph.find_nodes(op="placeholder"):
+        source = trace.sources[node.name]
+        if source.kind == "input":
+            values[node.name] = next(inputs)
+        elif source.kind == "constant":
+            values[node.name] = trace.constants[source.name]
+        else:
+            values[node.name] = tensors[source.name]
+    return values
