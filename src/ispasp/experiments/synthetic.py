@@ -49,7 +49,7 @@ def hidden_representation(d_hid: int, B: int, p: float, R: float, generator: tor
     As Appendix A.1 does it: every entry is drawn uniformly from what the running sum of its row leaves.
 
     >>> H = hidden_representation(5, 100, p=0.5, R=1.0, generator=torch.Generator().manual_seed(0))
-    >>> bound = 1.0 / torch.arange(1, 6) ** 2
+    >>> bound = 1.0 / torch.arange(1, 6, dtype=torch.float64) ** 2
     >>> bool((H.sum(1).sort(descending=True).values <= bound + 1e-12).all())
     True
     """
