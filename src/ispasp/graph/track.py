@@ -45,6 +45,10 @@ class Tracker:
         self.contractions: list[Contraction] = []
         self.values: dict[fx.Node, Any] = {}
         self.unknown: set[str] = set()
+        self.sizes: list[tuple[str, str, Axis]] = []  # parameter, attribute of its module, what it counts
+        self.products: list[tuple[fx.Node, tuple[Axis, ...]]] = []  # MACs of a node: the product of these lengths
+        self.weight_norms: list[tuple[str, str, int]] = []  # v, g, dim
+        self._depth = 0
 
     def walk(self) -> None:
         """Visit every node of the graph."""
@@ -113,7 +117,11 @@ class Tracker:
         inner = getattr(module, str(node.args[at].target))  # type: ignore[union-attr]
         given = [self._value(argument) for argument in node.args[at + 1 :]]
         names = inner.graph.find_nodes(op="placeholder")
-        return self._walk(inner, dict(zip(names, given, strict=True)))
+        self._depth += 1
+        try:
+            return self._walk(inner, dict(zip(names, given, strict=True)))
+        finally:
+            self._depth -= 1
 
     # What rules use ---------------------------------------------------------------------------------------------
 
@@ -147,9 +155,22 @@ class Tracker:
     ) -> None:
         """Note that a parameter reads these dimensions of the activations."""
         name, _, dims = data
+        if self._depth:  # masks are put on the outer graph only
+            for axis in contracted:
+                freeze(axis, Reason("is read inside a higher-order op", node.name))
         self.contractions.append(
             Contraction(node, kind, name, tuple(dims), tuple(contracted), tuple(made), parameter.parameters)
         )
+
+
+    def counts(self, parameter: Value | None, attribute: str, axis: Axis) -> None:
+        """Note that an attribute of the parameter's module is the length of an axis."""
+        if parameter is not None:
+            self.sizes += [(name, attribute, axis) for name in sorted(parameter.parameters)]
+
+    def multiplies(self, node: fx.Node, axes: Sequence[Axis]) -> None:
+        """Note that the node takes as many multiply-accumulates as the product of these axes' lengths."""
+        self.products.append((node, tuple(axes)))
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -21,6 +21,7 @@ def linear(t: Tracker, node: fx.Node, input: Value, weight: Value, bias: Value |
     """y = x W^T + b."""
     out = _product(t, node, ("input", input), ("weight", weight), -1, -1, "linear")
     made = weight.axes[:-1]
+    t.multiplies(node, [*input.axes, *made])
     if bias is not None and made:
         made = (t.unite(node, made[0], bias.axes[0]),)
     return Value((*input.axes[:-1], *made), out)
@@ -64,11 +65,14 @@ def _convolution(
             t.contract(node, "conv", ("input", x, [channel_dim]), weight, [read], [flatten([outer_w, made])])
     else:
         t.freeze(node, Value((read,)), [0], _INNER)
+    t.counts(weight, "groups", outer_w)
     out = flatten([outer_w, made])
     if bias is not None:
         out = t.unite(node, out, bias.axes[0])
     shape = t.shape(node)
     space = [t.new(node, size, "is spatial") for size in shape[channel_dim + 1 :]]
+    positions = x.axes[channel_dim + 1 :] if transposed else space
+    t.multiplies(node, [*x.axes[:channel_dim], *positions, outer_w, read, made, *weight.axes[2:]])
     return Value((*x.axes[:channel_dim], out, *space))
 
 
@@ -97,6 +101,7 @@ def matmul(t: Tracker, node: fx.Node, **operands: Value) -> Value:
     rows = a.axes[-2:-1] if len(a.axes) > 1 else ()
     columns = b.axes[-1:] if len(b.axes) > 1 else ()
     batch = _batch(t, node, [a.axes[:-2], b.axes[:-2]])
+    t.multiplies(node, [*batch, *rows, a.axes[-1], *columns])
     if not a.is_parameter and not b.is_parameter:
         _parallel(batch)
     return Value((*batch, *rows, *columns), parameters)
@@ -167,6 +172,8 @@ def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path:
             for letter in right:
                 if sum(letter in terms[k] for k in data) > 1:
                     mark(letters[letter], head=True)
+    if len(tensors) == 2:
+        t.multiplies(node, list(letters.values()))
     for letter in alone:
         freeze(letters[letter], Reason(_INNER, node.name))
     parameters = [value.parameters for value in tensors]
@@ -201,6 +208,8 @@ def attention(
     else:
         batch = _batch(t, node, [tuple(q), tuple(k), tuple(v)])
         _parallel(batch)
+    t.multiplies(node, [*batch, query.axes[-2], key.axes[-2], query.axes[-1]])
+    t.multiplies(node, [*batch, query.axes[-2], key.axes[-2], value.axes[-1]])
     if attn_mask is not None:
         for own, axis in zip(reversed(batch), reversed(attn_mask.axes[:-2]), strict=False):
             if length(axis) != 1:

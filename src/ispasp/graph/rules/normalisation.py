@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from ispasp.graph.atoms import Reason, flatten, freeze, length, split
-from ispasp.graph.rules.shape import with_axes
 from ispasp.graph.track import Tracker, rule
 from ispasp.graph.values import Value
 
@@ -85,6 +84,7 @@ def group_norm(
     freeze(inner, why)
     if num_groups == 1:
         freeze(input.axes[1], why)
+    t.counts(weight, "num_groups", groups)
     axis = flatten([groups, inner])
     for parameter in (weight, bias):
         if parameter is not None:
@@ -98,4 +98,5 @@ def weight_norm(t: Tracker, node: fx.Node, v: Value, g: Value, dim: int = 0) -> 
     """g v / ||v||: the axis `dim` is kept; the norm runs over the others, which surgery makes good for."""
     axes = list(v.axes)
     axes[dim] = t.unite(node, axes[dim], g.axes[dim])
-    return with_axes(Value(tuple(axes), v.parameters | g.parameters), axes)
+    t.weight_norms += [(a, b, dim) for a in v.parameters for b in g.parameters]
+    return Value(tuple(axes), v.parameters | g.parameters)
