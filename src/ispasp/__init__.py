@@ -1,6 +1,17 @@
 """ispasp: make trained PyTorch networks smaller by removing whole neurons, filters and attention heads."""
 
-from ispasp.errors import InputError, IspaspError, MissingExtraError
+from ispasp.api.apply import apply_
+from ispasp.api.survey import Survey, survey
+from ispasp.errors import (
+    InputError,
+    IspaspError,
+    MissingExtraError,
+    NothingToPruneError,
+    PlanError,
+    SaveError,
+    SurgeryError,
+    TraceError,
+)
 from ispasp.select import ISpaSP, Random, Selector, TopK, i_spasp, methods, select_units
 from ispasp.types import (
     ConvConsumer,
@@ -11,6 +22,7 @@ from ispasp.types import (
     Statistics,
     units_to_keep,
 )
+from ispasp.types.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -21,6 +33,15 @@ __all__ = [
     "IspaspError",
     "LinearConsumer",
     "MissingExtraError",
+    "NothingToPruneError",
+    "Plan",
+    "PlanError",
+    "SaveError",
+    "SurgeryError",
+    "Survey",
+    "TraceError",
+    "apply_",
+    "survey",
     "Moment",
     "Random",
     "Reading",

@@ -55,7 +55,9 @@ Axis = tuple[Segment, ...]
 
 
 def new_axis(size: int, reason: Reason | None = None) -> Axis:
-    """An axis of one fresh atom, frozen if a reason is given; size 1 needs no atom."""
+    """An axis of one fresh atom, frozen if a reason is given; size 1 needs no atom, size 0 no segment."""
+    if size == 0:
+        return ()
     return ((),) if size == 1 else ((Atom(size, reason),),)
 
 
@@ -223,6 +225,8 @@ def cut(axis: Axis, start: int, stop: int, reason: Reason) -> Axis:
     """Positions start..stop of an axis; an atom that is cut becomes a concatenation."""
     if (start, stop) == (0, length(axis)):
         return axis
+    if start == stop:
+        return ()
     for at in (start, stop):
         offset = 0
         for segment in resolve(axis):

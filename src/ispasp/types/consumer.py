@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ispasp.errors import InputError
+from ispasp.types.checks import check_finite, checked_tensor
 from ispasp.types.geometry import Geometry
 
 
@@ -30,21 +31,37 @@ class Consumer(ABC):
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a consumer."""
+        """Refuse what cannot be a consumer; keep values only, so that no selection builds an autograd graph."""
+        checked_tensor("a consumer's weight", self.weight)
         self._check_weight()
-        _check_finite("consumer weight", self.weight)
-        if self.units is not None and tuple(self.units.shape) != (self.channels,):
-            raise InputError(
-                f"units has shape {tuple(self.units.shape)}, the consumer reads {self.channels} channels: "
-                f"pass one unit index per input channel (-1 for channels outside the hidden dimension)"
-            )
+        if self.weight.numel() == 0:
+            raise InputError(f"a weight of shape {tuple(self.weight.shape)} is empty: there is nothing to prune")
+        check_finite("consumer weight", self.weight, "repair the layer before pruning it")
+        object.__setattr__(self, "weight", self.weight.detach())
+        if self.units is not None:
+            object.__setattr__(self, "units", self._checked_units(self.units))
         if self.scale is not None:
-            if tuple(self.scale.shape) != (self.outputs,):
-                raise InputError(
-                    f"scale has shape {tuple(self.scale.shape)}, the consumer has {self.outputs} outputs: "
-                    "pass one factor per output channel"
-                )
-            _check_finite("consumer scale", self.scale)
+            object.__setattr__(self, "scale", self._checked_scale(self.scale))
+
+    def _checked_units(self, given: Tensor) -> Tensor:
+        units, ask = checked_tensor("units", given), "pass one unit index per input channel, -1 for channels outside"
+        if tuple(units.shape) != (self.channels,):
+            raise InputError(f"units has shape {tuple(units.shape)}, the consumer reads {self.channels} channels: {ask}")
+        if units.is_floating_point() or units.dtype == torch.bool:
+            raise InputError(f"units is {units.dtype}, an index is an integer: {ask}, as int64")
+        if int(units.min()) < -1 or int(units.max()) < 0:
+            raise InputError(f"units goes from {int(units.min())} to {int(units.max())}, a unit from 0 on: {ask}")
+        return units.long()
+
+    def _checked_scale(self, given: Tensor) -> Tensor:
+        scale = checked_tensor("scale", given)
+        if tuple(scale.shape) != (self.outputs,):
+            raise InputError(
+                f"scale has shape {tuple(scale.shape)}, the consumer has {self.outputs} outputs: "
+                "pass one factor per output channel"
+            )
+        check_finite("consumer scale", scale, "repair the BatchNorm before pruning")
+        return scale.detach()
 
     @abstractmethod
     def _check_weight(self) -> None:
@@ -64,15 +81,27 @@ class Consumer(ABC):
     def __call__(self, H: Tensor) -> Tensor:
         """A H in the dtype of H, without bias: H as the layer gets it."""
 
+    def _floating(self, H: Tensor) -> Tensor:
+        # The map is computed in the dtype of H; integers would round the weight.
+        return H if H.is_floating_point() else H.to(torch.promote_types(self.weight.dtype, torch.float32))
+
     def unit_of(self) -> Tensor:
-        """Unit of every input channel. (channels,)"""
+        """Unit of every input channel. (channels,)
+
+        >>> LinearConsumer(torch.ones(1, 3)).unit_of()
+        tensor([0, 1, 2])
+        """
         if self.units is not None:
             return self.units.to(self.weight.device)
         return torch.arange(self.channels, device=self.weight.device)
 
     def count_units(self) -> int:
-        """Number of units: the largest index + 1."""
-        return int(self.unit_of().max()) + 1 if self.channels else 0
+        """Number of units: the largest index + 1.
+
+        >>> LinearConsumer(torch.ones(1, 5), units=torch.tensor([0, 0, 1, 1, -1])).count_units()  # two heads of two
+        2
+        """
+        return int(self.unit_of().max()) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +115,10 @@ class LinearConsumer(Consumer):
 
     def _check_weight(self) -> None:
         if self.weight.ndim != 2:
-            raise InputError(f"a linear weight is (outputs, channels), this one has shape {tuple(self.weight.shape)}")
+            raise InputError(
+                f"a linear weight is (outputs, channels), this one has shape {tuple(self.weight.shape)}: "
+                "pass the weight of a linear layer, or a ConvConsumer"
+            )
 
     @property
     def channels(self) -> int:
@@ -99,7 +131,12 @@ class LinearConsumer(Consumer):
         return self.weight.shape[0]
 
     def __call__(self, H: Tensor) -> Tensor:
-        """A H, H (..., channels) -> (..., outputs)."""
+        """A H = scale * (H W^T), H (..., channels) -> (..., outputs).
+
+        >>> LinearConsumer(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))(torch.tensor([3.0, 4.0]))
+        tensor([11.,  4.])
+        """
+        H = self._floating(H)
         out = F.linear(H, self.weight.to(H.dtype))
         return out if self.scale is None else out * self.scale.to(H.dtype)
 
@@ -123,11 +160,13 @@ class ConvConsumer(Consumer):
         if not 3 <= self.weight.ndim <= 5:
             raise InputError(
                 f"a convolution's weight has 3 to 5 axes (outputs, channels / groups, *kernel), "
-                f"this one has shape {tuple(self.weight.shape)}"
+                f"this one has shape {tuple(self.weight.shape)}: pass the weight of a convolution, or a LinearConsumer"
             )
+        self.geometry.check_axes(self.weight.ndim - 2)
         if self.weight.shape[0] % self.geometry.groups:
             raise InputError(
-                f"a weight of {self.weight.shape[0]} channels cannot be divided into {self.geometry.groups} groups"
+                f"a weight of {self.weight.shape[0]} channels cannot be divided into {self.geometry.groups} groups: "
+                "pass the groups of the layer"
             )
 
     @property
@@ -148,20 +187,24 @@ class ConvConsumer(Consumer):
         return tuple(self.weight.shape[2:])
 
     def grouped_weight(self) -> Tensor:
-        """The weight as (groups, outputs / groups, channels / groups, *kernel)."""
+        """The weight as (groups, outputs / groups, channels / groups, *kernel).
+
+        >>> ConvConsumer(torch.ones(6, 2, 3, 3), geometry=Geometry(groups=2)).grouped_weight().shape
+        torch.Size([2, 3, 2, 3, 3])
+        """
         g = self.geometry.groups
         split = self.weight.reshape(g, self.weight.shape[0] // g, *self.weight.shape[1:])
         return split.transpose(1, 2) if self.geometry.transposed else split
 
     def __call__(self, H: Tensor) -> Tensor:
-        """A H, H (batch, channels, *size) -> (batch, outputs, *output size)."""
+        """A H = scale * conv(H, W), H (batch, channels, *size) -> (batch, outputs, *output size).
+
+        >>> A = ConvConsumer(torch.ones(1, 1, 2), scale=torch.tensor([10.0]), geometry=Geometry(stride=(2,)))
+        >>> A(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
+        tensor([[[30., 70.]]])
+        """
+        H = self._floating(H)
         out = self.geometry.apply(H, self.weight.to(H.dtype))
         if self.scale is None:
             return out
         return out * self.scale.to(H.dtype).reshape(-1, *(1,) * len(self.kernel))
-
-
-def _check_finite(what: str, values: Tensor) -> None:
-    bad = int((~torch.isfinite(values)).sum())
-    if bad:
-        raise InputError(f"{what} has {bad} NaN or Inf of {values.numel()} values: repair the layer before pruning it")

@@ -156,22 +156,20 @@ def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path:
                 letters[letter] = t.unite(node, letters[letter], axis)
     summed = [letter for letter in letters if letter not in right]
     data = [k for k, value in enumerate(tensors) if not value.is_parameter]
-    if len(tensors) == 2 and len(data) == 1:
-        x, w = tensors[data[0]], tensors[1 - data[0]]
-        term_x, term_w = terms[data[0]], terms[1 - data[0]]
-        read = [letter for letter in summed if letter in term_x and letter in term_w]
-        if read:
-            made = [w.axes[k] for k, letter in enumerate(term_w) if letter not in summed]
-            dims = [term_x.index(letter) for letter in read]
-            where = (f"tensors.{data[0]}", x, dims)
-            t.contract(node, "matmul", where, w, [letters[letter] for letter in read], made)
-        alone = [letter for letter in summed if letter not in read]
-    else:
-        alone = summed
-        if len(data) > 1:
-            for letter in right:
-                if sum(letter in terms[k] for k in data) > 1:
-                    mark(letters[letter], head=True)
+    fixed = [k for k, value in enumerate(tensors) if value.is_parameter]
+    for letter, axis in letters.items():
+        if sum(letter in terms[k] for k in data) > 1:
+            mark(axis, head=True)
+    alone = summed
+    if data and len(fixed) == 1:
+        w, term = tensors[fixed[0]], terms[fixed[0]]
+        made = [letters[letter] for letter in term if letter not in summed]
+        for k in data:
+            read = [letter for letter in alone if letter in term and letter in terms[k]]
+            if read:
+                where = (f"tensors.{k}", tensors[k], [terms[k].index(letter) for letter in read])
+                t.contract(node, "matmul", where, w, [letters[letter] for letter in read], made)
+                alone = [letter for letter in alone if letter not in read]
     if len(tensors) == 2:
         t.multiplies(node, list(letters.values()))
     for letter in alone:

@@ -25,7 +25,7 @@ _to_copy clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ native_dropout _
 """.split()
 
 UNARY_OVERLOADS = """
-to.dtype to.device to.dtype_layout to.other type_as.default pow.Tensor_Scalar pow_.Scalar pow.Scalar
+to.dtype to.device to.dtype_layout pow.Tensor_Scalar pow_.Scalar pow.Scalar
 add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar
 div.Scalar_mode remainder.Scalar fmod.Scalar floor_divide.Scalar bitwise_and.Scalar bitwise_or.Scalar
 eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar masked_fill.Scalar masked_fill_.Scalar fill_.Scalar fill_.Tensor
@@ -100,6 +100,12 @@ def summed(t: Tracker, node: fx.Node, **arguments: Any) -> Value:
     for dim in streams:
         mark(value.axes[dim], stream=True)
     return value
+
+
+@rule(aten.to.other, aten.type_as.default)
+def converted(t: Tracker, node: fx.Node, x: Value, other: Value, **_: Any) -> Value:
+    """Only the dtype of the other tensor counts."""
+    return x
 
 
 @rule(aten.prelu.default)

@@ -1,0 +1,75 @@
+"""`ispasp.apply_`: surgery alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ispasp.api.survey import Survey, survey
+from ispasp.errors import InputError, SurgeryError
+from ispasp.graph.trace import Batch
+from ispasp.surgery.masking import masked_output
+from ispasp.surgery.remove import all_or_nothing, remove_
+from ispasp.surgery.verify import output_of, relative_error, tolerance
+from ispasp.types.plan import Plan
+
+
+def apply_(
+    model: nn.Module,
+    plan: Plan,
+    batch: Batch = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    checked_by: Survey | None = None,
+) -> nn.Module:
+    """Remove from the model, in place, every unit that the plan does not keep; returns the model.
+
+    With a `batch` the result is verified: the pruned model must give what the dense one gives with removed units
+    masked where they are read, else `SurgeryError` names the guilty dimension. On any failure the model is exactly as
+    before. An `optimizer` has its state (momentum, moments) cut alike. `checked_by`: the survey of this very model, if
+    you have it, saves tracing it again.
+
+    >>> from ispasp.api.survey import survey
+    >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4)
+    >>> apply_(model, survey(model, x).plan({"0": [1, 2, 5]}), x)[0]
+    Linear(in_features=4, out_features=3, bias=True)
+    """
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)")
+    if batch is None:
+        with all_or_nothing() as undo:
+            remove_(model, plan, undo, optimizer)
+        return model
+    analysis = checked_by.analysis if checked_by is not None else survey(model, batch, scope="all", check=False).analysis
+    expected = masked_output(analysis, model, batch, plan.kept)
+    with all_or_nothing() as undo:
+        remove_(model, plan, undo, optimizer)
+        error = relative_error(output_of(model, batch), expected)
+        if not error <= tolerance(expected):
+            undo.run()
+            raise SurgeryError(_guilty(model, plan, batch, analysis, error))
+    return model
+
+
+def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: object, error: float) -> str:
+    names = list(plan.kept)
+    while len(names) > 1:
+        half = names[: len(names) // 2]
+        names = half if _wrong(model, plan, half, batch, analysis) else names[len(half) :]
+    return (
+        f"removing units of {names[0]!r} does not equal masking them (relative error {error:.1e}): the model is as it "
+        f"was; leave this dimension out (skip) and report the model"
+    )
+
+
+def _wrong(model: nn.Module, plan: Plan, names: list[str], batch: Batch, analysis: object) -> bool:
+    part = Plan({name: plan.kept[name] for name in names}, plan.structure)
+    expected = masked_output(analysis, model, batch, part.kept)  # type: ignore[arg-type]
+    with all_or_nothing() as undo:
+        remove_(model, part, undo)
+        try:
+            error = relative_error(output_of(model, batch), expected)
+        except Exception:
+            error = float("inf")
+        undo.run()
+    return not error <= tolerance(expected)

@@ -1,0 +1,216 @@
+"""`ispasp.survey`: every hidden dimension of a model, and everything frozen with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ispasp.errors import InputError, NothingToPruneError
+from ispasp.graph.analyse import Analysis, Found, analyse, owner
+from ispasp.graph.atoms import resolve
+from ispasp.graph.cost import CostModel, cost_model, unit_cost
+from ispasp.graph.trace import Batch
+from ispasp.report import Column, render
+from ispasp.surgery import attributes
+from ispasp.surgery.trial import Trial
+from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension
+from ispasp.types.keep import units_to_keep
+from ispasp.types.layout import Extent, full_length, names_in
+from ispasp.types.plan import Attribute, Plan, Structure, TensorLayout, WeightNorm
+
+KINDS = ("neuron", "filter", "head")
+Keep = float | int | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What can be removed from a model. Print it, or ask it for a plan."""
+
+    dimensions: tuple[HiddenDimension, ...]
+    frozen: tuple[FrozenAxis, ...]
+    structure: Structure = field(repr=False)
+    costs: CostModel = field(repr=False)
+    analysis: Analysis = field(repr=False)
+
+    def plan(self, keep: Keep | Mapping[str, Keep]) -> Plan:
+        """A plan that keeps the given units, or the first ones where only a fraction or number is given.
+
+        `keep` is one value for all, or a mapping from name or glob to a fraction, a number or the kept units; the first
+        pattern that fits a name counts, and dimensions that no pattern fits stay whole.
+        """
+        rules: Mapping[str, Keep] = keep if isinstance(keep, Mapping) else {"*": keep}
+        unused = set(rules)
+        kept: dict[str, tuple[int, ...]] = {}
+        for dimension in self.dimensions:
+            pattern = next((p for p in rules if p == dimension.name or fnmatchcase(dimension.name, p)), None)
+            if pattern is None:
+                continue
+            unused.discard(pattern)
+            wanted = rules[pattern]
+            if isinstance(wanted, (int, float)):
+                count = units_to_keep(wanted, dimension.units, f"hidden dimension {dimension.name!r}")
+                wanted = range(count)
+            if len(wanted) < dimension.units:
+                kept[dimension.name] = tuple(sorted(wanted))
+        if unused:
+            known = ", ".join(d.name for d in self.dimensions[:5])
+            raise InputError(f"no hidden dimension fits {sorted(unused)[0]!r}: the model has {known}, ...; print the survey")
+        return Plan(kept, self.structure)
+
+    def cost(self, plan: Plan | None = None) -> Cost:
+        """Parameters and MACs before and after a plan, without applying it."""
+        return self.costs.cost({} if plan is None else plan.kept)
+
+    def __str__(self) -> str:
+        """A table of hidden dimensions, then what is frozen and why."""
+        columns = [
+            Column("name", "hidden dimension"),
+            Column("kind", "kind"),
+            Column("units", "units"),
+            Column("channels", "channels"),
+            Column("producers", "made by", lambda names: _short(names)),
+            Column("consumers", "read by", lambda names: _short(names)),
+            Column("parameters", "params/unit", "{:,}".format),
+            Column("macs", "MACs/unit", "{:,}".format),
+        ]
+        table = render(f"{self.structure.model}: {self.cost()}", columns, [vars(d) for d in self.dimensions])
+        frozen = "\n".join(f"  {row}" for row in self.frozen)
+        return f"{table}\nfrozen:\n{frozen}" if frozen else table
+
+
+def _short(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:2]) + (f" +{len(names) - 2}" if len(names) > 2 else "")
+
+
+def survey(
+    model: nn.Module, batch: Batch, *, scope: str = "blocks", kinds: Collection[str] = KINDS, check: bool = True
+) -> Survey:
+    """Every hidden dimension of a model, and everything frozen with the reason.
+
+    `batch` is one example call: a Tensor for model(x), a tuple for model(*x), a dict for model(**x). `scope="blocks"`
+    leaves out residual streams (axes on which several producers are added), `"all"` takes them in. With `check` (the
+    default) half of all units are removed on trial, compared with masking, and put back: what does not run or does not
+    agree is reported as frozen.
+
+    >>> import torch
+    >>> found = survey(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
+    >>> [(d.name, d.kind, d.units, d.consumers) for d in found.dimensions]
+    [('0', 'neuron', 8, ('2',))]
+    >>> [str(row) for row in found.frozen]
+    ['2: reaches the model output']
+    """
+    if scope not in ("blocks", "all"):
+        raise InputError(f"scope={scope!r}: choose 'blocks' (as the paper) or 'all' (residual streams too)")
+    unknown = set(kinds) - set(KINDS)
+    if unknown:
+        raise InputError(f"kinds has {sorted(unknown)}: choose from {list(KINDS)}")
+    analysis = analyse(model, batch)
+    frozen = [FrozenAxis(name, reason.text, reason.node) for name, reason in analysis.frozen]
+    chosen = []
+    for found in analysis.found:
+        why = _left_out(found, scope, kinds)
+        if why:
+            frozen.append(FrozenAxis(found.name, why))
+        else:
+            chosen.append(found)
+    analysis.names.clear()  # type: ignore[attr-defined]
+    analysis.names.update({found.atom: found.name for found in chosen})  # type: ignore[attr-defined]
+    structure = _structure(model, analysis, chosen)
+    if check:
+        trial = Trial(model, batch, analysis, structure)
+        trial.run()
+        frozen += [FrozenAxis(name, why) for name, why in trial.refused.items()]
+        chosen = [found for found in chosen if found.name not in trial.refused]
+        for atom, name in list(analysis.names.items()):
+            if name in trial.refused:
+                del analysis.names[atom]  # type: ignore[attr-defined]
+        structure = _restricted(_structure(model, analysis, chosen), trial.structure.attributes, set(trial.refused))
+    if not chosen:
+        raise NothingToPruneError(_nothing(model, frozen))
+    costs = cost_model(analysis, model, batch)
+    dimensions = tuple(_dimension(found, analysis, structure, costs) for found in chosen)
+    return Survey(dimensions, tuple(frozen), structure, costs, analysis)
+
+
+def _left_out(found: Found, scope: str, kinds: Collection[str]) -> str:
+    if found.kind not in kinds:
+        return f"its kind {found.kind!r} was not asked for"
+    if found.atom.stream and not found.atom.head and scope == "blocks":
+        return "is a residual stream: several producers are added on it (scope='all' takes it in)"
+    if found.atom.size < 2:
+        return "has one unit only"
+    return ""
+
+
+def _nothing(model: nn.Module, frozen: Sequence[FrozenAxis]) -> str:
+    shown = "; ".join(str(row) for row in frozen[:6]) or "no parameter reads an axis that another one makes"
+    return f"nothing can be removed from {type(model).__name__}: {shown}{'; ...' if len(frozen) > 6 else ''}"
+
+
+def _structure(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) -> Structure:
+    tensors = {}
+    for name, value in analysis.tensors.items():
+        axes = {k: extent for k, axis in enumerate(value.axes) if names_in(extent := analysis.extent(axis))}
+        if axes:
+            tensors[name] = TensorLayout(tuple(full_length(analysis.extent(a)) for a in value.axes), axes)
+    found = {}
+    for parameter, name, axis in analysis.tracker.sizes:
+        module, extent = owner(parameter), analysis.extent(axis)
+        if names_in(extent) and attributes.read(model.get_submodule(module), name) == full_length(extent):
+            found[module, name] = Attribute(module, name, extent)
+    for item in _attention_heads(model, analysis, chosen):
+        found[item.module, item.name] = item
+    norms = tuple(WeightNorm(v, g, dim) for v, g, dim in dict.fromkeys(analysis.tracker.weight_norms))
+    units = {item.name: item.atom.size for item in chosen}
+    return Structure(type(model).__name__, units, tensors, tuple(found.values()), norms)
+
+
+def _attention_heads(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) -> list[Attribute]:
+    """nn.MultiheadAttention is swapped when its heads change."""
+    found = []
+    modules = {path: m for path, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    for path, module in modules.items():
+        value = analysis.tensors.get(f"{path}.out_proj.weight")
+        if value is None:
+            continue
+        for segment in resolve(value.axes[1]):
+            for atom in segment:
+                if atom in analysis.names and atom.size == module.num_heads:
+                    found.append(Attribute(path, "num_heads", (((analysis.names[atom], atom.size),),)))
+    return found
+
+
+def _restricted(structure: Structure, found: Sequence[Attribute], refused: set[str]) -> Structure:
+    known = {(a.module, a.name) for a in structure.attributes}
+    more = [a for a in found if (a.module, a.name) not in known and not names_in(a.extent) & refused]
+    return Structure(
+        structure.model, structure.units, structure.tensors, (*structure.attributes, *more), structure.weight_norms
+    )
+
+
+def _dimension(found: Found, analysis: Analysis, structure: Structure, costs: CostModel) -> HiddenDimension:
+    parameters, macs = unit_cost(costs, structure.units, found.name)
+    return HiddenDimension(
+        found.name,
+        found.kind,
+        found.atom.size,
+        _channels(found, analysis),
+        found.producers,
+        found.consumers,
+        parameters,
+        macs,
+        found.atom.stream,
+    )
+
+
+def _channels(found: Found, analysis: Analysis) -> int:
+    for contraction in analysis.tracker.contractions:
+        for axis in contraction.contracted:
+            extent: Extent = analysis.extent(axis)
+            if found.name in names_in(extent):
+                inside = tuple(segment for segment in extent if any(n == found.name for n, _ in segment))
+                return full_length(inside) // found.atom.size
+    return 1

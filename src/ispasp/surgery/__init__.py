@@ -1,0 +1,1 @@
+"""Surgery: applies a plan to a model."""

@@ -1,0 +1,122 @@
+"""Find the numbers that a forward reads and that must shrink with the units.
+
+A forward that says `x.view(B, N, self.num_heads, -1)` fails once heads are gone, unless `num_heads` is corrected. Which
+attributes those are is found by trial: in the module that fails, every whole number that equals a dense size of one of
+its hidden dimensions is a candidate; the smallest set of corrections with which the module runs is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from torch import nn
+
+from ispasp.surgery import attributes
+from ispasp.surgery.attempt import Failure, Frame, Shape, call
+from ispasp.types.layout import Extent, Kept, full_length, kept_length, names_in
+from ispasp.types.plan import Attribute, Structure
+
+_MOST_TRIES = 300
+_MOST_FRAMES = 6
+
+
+def search(
+    failure: Failure, structure: Structure, kept: Kept, dense: Mapping[str, list[list[Shape]]]
+) -> tuple[Attribute, ...]:
+    """Corrections with which the failing module runs, looking outwards from where it failed; empty if none are found."""
+    for frame in list(reversed(failure.stack))[:_MOST_FRAMES]:
+        if _is_builtin(frame.module):
+            continue
+        options = _options(frame.path, frame.module, structure, kept)
+        allowed = _allowed(structure, kept)
+        for chosen in _subsets(options):
+            with_numbers = [(c.name, attributes.read(frame.module, c.name)) for c in chosen]
+            before = dict(vars(frame.module))
+            for correction in chosen:
+                attributes.write(frame.module, correction.name, kept_length(correction.extent, kept))
+            found = call(frame)
+            vars(frame.module).clear()
+            vars(frame.module).update(before)
+            assert [(n, attributes.read(frame.module, n)) for n, _ in with_numbers] == with_numbers  # noqa: S101
+            if found is not None and _fits(found, dense.get(frame.path, []), allowed):
+                return tuple(chosen)
+    return ()
+
+
+def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, kept: Kept) -> list[Attribute]:
+    """The same corrections for every other module of the same class."""
+    corrections: list[Attribute] = []
+    for correction in found:
+        cls = type(model.get_submodule(correction.module))
+        for path, module in model.named_modules():
+            if type(module) is cls:
+                options = _options(path, module, structure, kept)
+                same = [o for o in options if o.name == correction.name and _pattern(o) == _pattern(correction)]
+                corrections += same[:1]
+    return corrections
+
+
+def _pattern(correction: Attribute) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple(name is not None for name, _ in segment) for segment in correction.extent)
+
+
+def _is_builtin(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn") and not list(module.children())
+
+
+def _options(path: str, module: nn.Module, structure: Structure, kept: Kept) -> list[Attribute]:
+    """Numbers of the module that equal a dense size involving a hidden dimension of its tensors."""
+    sizes: dict[int, list[Extent]] = {}
+    for extent in _extents(path, structure, kept):
+        known = sizes.setdefault(full_length(extent), [])
+        if all(kept_length(extent, kept) != kept_length(other, kept) for other in known):
+            known.append(extent)
+    return [Attribute(path, name, e) for name, value in attributes.numbers(module) for e in sizes.get(value, ())]
+
+
+def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
+    """Whole axes, their segments, and products of the leading factors of these."""
+    prefix = f"{path}." if path else ""
+    for name, layout in structure.tensors.items():
+        if not name.startswith(prefix):
+            continue
+        for extent in layout.axes.values():
+            parts: list[Extent] = [extent, *((segment,) for segment in extent)]
+            parts += [(segment[:k],) for segment in extent for k in range(1, len(segment))]
+            parts += [(segment[k:],) for segment in extent for k in range(1, len(segment))]
+            parts += [(segment[k : k + 1],) for segment in extent for k in range(len(segment))]
+            yield from (part for part in parts if names_in(part) & set(kept))
+
+
+def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
+    """Sets of corrections of different attributes, the smallest first."""
+    tries = 0
+    for size in range(1, len(options) + 1):
+        for chosen in combinations(options, size):
+            if len({correction.name for correction in chosen}) == size:
+                yield chosen
+                tries += 1
+                if tries >= _MOST_TRIES:
+                    return
+
+
+def _allowed(structure: Structure, kept: Kept) -> set[tuple[int, int]]:
+    pairs = set()
+    for layout in structure.tensors.values():
+        for extent in layout.axes.values():
+            pairs.add((full_length(extent), kept_length(extent, kept)))
+            pairs |= {(full_length((seg[:1],)), kept_length((seg[:1],), kept)) for seg in extent}
+    return pairs
+
+
+def _fits(found: list[Shape], calls: list[list[Shape]], allowed: set[tuple[int, int]]) -> bool:
+    """Shapes are those of the dense model, but for axes that have lost units."""
+    return any(
+        len(found) == len(dense)
+        and all(
+            len(a) == len(b) and all(x == y or (y, x) in allowed for x, y in zip(a, b, strict=True))
+            for a, b in zip(found, dense, strict=True)
+        )
+        for dense in calls
+    )

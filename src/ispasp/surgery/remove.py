@@ -1,0 +1,217 @@
+"""Surgery: cut tensors to a plan, correct numbers, and be able to take it all back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ispasp.errors import PlanError
+from ispasp.surgery import attributes
+from ispasp.surgery.attention import slim
+from ispasp.surgery.modules import own_sizes
+from ispasp.types.layout import full_length, kept_length, kept_mask, names_in
+from ispasp.types.plan import Plan, TensorLayout
+
+
+class Undo:
+    """Steps that restore the model, to be run in reverse order."""
+
+    def __init__(self) -> None:
+        """Nothing to undo yet."""
+        self._steps: list[Callable[[], None]] = []
+
+    def __call__(self, step: Callable[[], None]) -> None:
+        """Remember how to take back what is done next."""
+        self._steps.append(step)
+
+    def run(self) -> None:
+        """Take everything back."""
+        while self._steps:
+            self._steps.pop()()
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[Undo]:
+    """On any exception the model is exactly as before."""
+    undo = Undo()
+    try:
+        yield undo
+    except BaseException:
+        undo.run()
+        raise
+
+
+@torch.no_grad()
+def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Remove every unit that the plan does not keep. Names, ties, dtypes and devices stay."""
+    touched = _touched(model, plan)
+    scales = _weight_norm_scales(model, plan, touched)
+    done: dict[int, tuple[Any, ...]] = {}
+    for name, layout in touched.items():
+        module, leaf = _holder(model, name)
+        tensor = getattr(module, leaf)
+        if id(tensor) in done:  # tied: the parameter object is shared and already cut
+            if leaf in module._buffers:
+                _set_buffer(module, leaf, done[id(tensor)][1], undo)
+            continue
+        small = _cut(tensor, layout, plan)
+        if name in scales:
+            small = small * scales[name]
+        done[id(tensor)] = (tensor, small)
+        if isinstance(tensor, nn.Parameter):
+            _set_parameter(tensor, small, layout, plan, undo, optimizer)
+        else:
+            _set_buffer(module, leaf, small, undo)
+    _correct(model, plan, touched, undo)
+
+
+def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:
+    """Tensors that lose something, checked against the model."""
+    found: dict[str, TensorLayout] = {}
+    for name, layout in plan.structure.tensors.items():
+        if not any(names_in(extent) & set(plan.kept) for extent in layout.axes.values()):
+            continue
+        module, leaf = _holder(model, name)
+        tensor = getattr(module, leaf, None)
+        if not isinstance(tensor, Tensor):
+            raise PlanError(
+                f"{type(model).__name__} has no tensor {name!r}: the plan was made for {plan.structure.model}; "
+                "build the same dense model"
+            )
+        if tuple(tensor.shape) != layout.shape:
+            raise PlanError(
+                f"{name!r} has shape {tuple(tensor.shape)}, the plan expects {layout.shape}: "
+                "apply a plan once, to the dense model it was made for"
+            )
+        found[name] = layout
+    return found
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    try:
+        return model.get_submodule(path), leaf
+    except AttributeError as error:
+        raise PlanError(
+            f"{type(model).__name__} has no module {path!r}: build the dense model that the plan was made for"
+        ) from error
+
+
+def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
+    small = tensor.detach()
+    for axis, extent in layout.axes.items():
+        if names_in(extent) & set(plan.kept):
+            positions = torch.nonzero(kept_mask(extent, plan.kept)).flatten()
+            small = small.index_select(axis, positions.to(small.device))
+    return small.contiguous()
+
+
+def _set_parameter(
+    parameter: nn.Parameter,
+    small: Tensor,
+    layout: TensorLayout,
+    plan: Plan,
+    undo: Undo,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    data, grad = parameter.data, parameter.grad
+
+    def restore() -> None:
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = grad
+
+    undo(restore)
+    small_grad = None if grad is None else _cut(grad, layout, plan)
+    parameter.grad = None
+    parameter.data = small
+    parameter.grad = small_grad
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    for key, value in list(state.items()):
+        if isinstance(value, Tensor) and value.shape == data.shape and value.ndim:
+            undo(lambda key=key, value=value: state.__setitem__(key, value))  # type: ignore[misc]
+            state[key] = _cut(value, layout, plan)
+
+
+def _set_buffer(module: nn.Module, leaf: str, small: Tensor, undo: Undo) -> None:
+    old = module._buffers[leaf]
+    undo(lambda: module._buffers.__setitem__(leaf, old))
+    module._buffers[leaf] = small
+
+
+def _weight_norm_scales(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout]) -> dict[str, Tensor]:
+    """Factors for g: ||v kept|| / ||v|| for each row, so that g v / ||v|| keeps its remaining entries."""
+    scales: dict[str, Tensor] = {}
+    for norm in plan.structure.weight_norms:
+        if norm.v not in touched:
+            continue
+        module, leaf = _holder(model, norm.v)
+        v = getattr(module, leaf).detach()
+        rows = {axis: e for axis, e in touched[norm.v].axes.items() if axis == norm.dim}
+        before = _row_norms(_cut(v, TensorLayout(touched[norm.v].shape, rows), plan), norm.dim)
+        scales[norm.g] = _row_norms(_cut(v, touched[norm.v], plan), norm.dim) / before
+        touched.setdefault(norm.g, TensorLayout(tuple(_tensor(model, norm.g).shape), {}))
+    return scales
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    module, leaf = _holder(model, name)
+    tensor = getattr(module, leaf)
+    assert isinstance(tensor, Tensor)  # noqa: S101  # `_touched` has checked it
+    return tensor
+
+
+def _row_norms(v: Tensor, dim: int) -> Tensor:
+    return torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
+
+
+def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], undo: Undo) -> None:
+    """Numbers that forwards read, then what layers say about their own sizes."""
+    for attribute in plan.structure.attributes:
+        if not names_in(attribute.extent) & set(plan.kept):
+            continue
+        module = model.get_submodule(attribute.module)
+        new = kept_length(attribute.extent, plan.kept)
+        if isinstance(module, nn.MultiheadAttention) and attribute.name == "num_heads":
+            _swap(model, attribute.module, slim(module, new), undo)
+        elif attributes.read(module, attribute.name) == full_length(attribute.extent):
+            _write(module, attribute.name, new, undo)
+        else:
+            raise PlanError(
+                f"{attribute.module!r} has {attribute.name}={attributes.read(module, attribute.name)}, the plan expects "
+                f"{full_length(attribute.extent)}: apply a plan once, to the dense model it was made for"
+            )
+    for path in dict.fromkeys(name.split(".parametrizations.")[0].rpartition(".")[0] if ".parametrizations." not in name else name.split(".parametrizations.")[0] for name in touched):
+        module = model.get_submodule(path)
+        for name, size in own_sizes(module).items():
+            if getattr(module, name, size) != size:
+                _write_plain(module, name, size, undo)
+
+
+def _write(module: nn.Module, name: str, new: int, undo: Undo) -> None:
+    before = dict(vars(module))
+
+    def restore() -> None:
+        vars(module).clear()
+        vars(module).update(before)
+
+    undo(restore)
+    attributes.write(module, name, new)
+
+
+def _write_plain(module: nn.Module, name: str, new: Any, undo: Undo) -> None:
+    old = getattr(module, name)
+    undo(lambda: setattr(module, name, old))
+    setattr(module, name, new)
+
+
+def _swap(model: nn.Module, path: str, new: nn.Module, undo: Undo) -> None:
+    parent_path, _, leaf = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    old = parent._modules[leaf]
+    undo(lambda: parent._modules.__setitem__(leaf, old))
+    parent._modules[leaf] = new
