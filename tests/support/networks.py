@@ -867,7 +867,7 @@ class Encoder(nn.Module):
 class EinsumAttention(nn.Module):
     """Heads as an axis of the weights."""
 
-    reads: ClassVar = {"wo": (0, 1)}
+    reads: ClassVar = {"w": (1,), "wo": (0, 1)}
 
     def __init__(self, pick: Pick, shape: Shape) -> None:
         super().__init__()
@@ -899,7 +899,7 @@ class TokenMixing(nn.Module):
 class RawProducts(nn.Module):
     """Weights that no nn.Linear holds: GPT-2's Conv1D, `weight.t()`, `@`, views and concatenations of weights."""
 
-    reads: ClassVar = {"w2": (0,), "a": (0,)}
+    reads: ClassVar = {"w1": (0,), "w3": (0,), "w2": (0,), "a": (0,)}
 
     def __init__(self, pick: Pick, shape: Shape) -> None:
         super().__init__()
@@ -918,7 +918,7 @@ class RawProducts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # noqa: PLR0911
         b, n, c = x.shape
         if self.style == "addmm":
-            h = torch.addmm(self.b1, x.view(-1, x.size(-1)), self.w1).view(b, n, self.nf)
+            h = torch.addmm(self.b1, x.reshape(-1, x.size(-1)), self.w1).view(b, n, self.nf)
             return torch.addmm(self.b2, F.gelu(h).view(-1, self.nf), self.w2).view(*x.shape[:-1], c)
         if self.style == "matmul":
             return (x @ self.w1 + self.b1).relu() @ self.w2 + self.b2
@@ -946,7 +946,7 @@ class RawProducts(nn.Module):
 class Experts(nn.Module):
     """A mixture of experts: all computed, gated by softmax or by the best two."""
 
-    reads: ClassVar = {"w2": (1,)}
+    reads: ClassVar = {"w1": (1,), "w2": (1,)}
 
     def __init__(self, pick: Pick, shape: Shape) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from torch import Tensor
 from ispasp.calibrate.patches import patches
 from ispasp.errors import InputError
 from ispasp.types import Consumer, ConvConsumer, Gram, Magnitude, Moment, Reading
+from ispasp.types.checks import checked_tensor
 
 STATISTICS = ("moment", "magnitude", "gram")
 
@@ -28,6 +29,7 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
      tensor([[[ 10., -14.], [-14.,  20.]]], dtype=torch.float64))
     """
     _check(consumer, H, needs)
+    H = H.detach() if H.is_floating_point() else H.double()  # a graph would keep all activations; |-128| is no int8
     examples = H.shape[0] if H.ndim > 1 else 1
     conv = isinstance(consumer, ConvConsumer)
     over = (0,) if conv else tuple(range(H.ndim - 1))
@@ -49,6 +51,11 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
 
 
 def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
+    if not isinstance(consumer, Consumer):
+        raise InputError(f"the consumer is a {type(consumer).__name__}: pass a LinearConsumer or a ConvConsumer")
+    checked_tensor("the activations", H)
+    if isinstance(needs, str) or not isinstance(needs, Collection):
+        raise InputError(f"needs={needs!r}: pass a list of statistics, such as ['moment']")
     unknown = set(needs) - set(STATISTICS)
     if unknown:
         raise InputError(f"unknown statistic {sorted(unknown)}: choose from {list(STATISTICS)}")

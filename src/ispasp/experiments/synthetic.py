@@ -140,7 +140,16 @@ def decays(points: Sequence[Point]) -> list[Decay]:
 
 
 def write(points: Sequence[Point], folder: Path) -> list[Path]:
-    """Write synthetic.csv, synthetic.png and synthetic.md into the folder; returns their paths."""
+    """Write synthetic.csv, synthetic.png and synthetic.md into the folder; returns their paths.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     for path in write(run(widths=[8], ps=[0.5], matrices=1, B=10), Path(folder)):
+    ...         print(path.name, path.stat().st_size > 100)
+    synthetic.csv True
+    synthetic.png True
+    synthetic.md True
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"synthetic.{ending}" for ending in ("csv", "png", "md")]
     with paths[0].open("w", newline="") as file:

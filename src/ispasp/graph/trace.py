@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,8 +77,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def trace(model: nn.Module, batch: Batch) -> Trace:
     """Trace one call of the model (eval mode, no gradients, non-strict)."""
     args, kwargs = call_arguments(batch)
-    with evaluating(model), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
+    with evaluating(model), _quiet(), torch.random.fork_rng(devices=[]):
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as first:
@@ -95,6 +96,19 @@ def trace(model: nn.Module, batch: Batch) -> Trace:
         else:
             sources[name] = Source("input", name)
     return Trace(program.graph_module, sources, dict(program.constants))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings, and no graph dumped to the terminal when a model cannot be traced."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _second_try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], first: Exception) -> Any:

@@ -12,7 +12,11 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the key in a row, its title, and how its values are written."""
+    """One column: the key in a row, its title, and how its values are written.
+
+    >>> Column("ratio", "times faster", "{:.0f}x".format).write(114.2)
+    '114x'
+    """
 
     key: str
     title: str

@@ -20,4 +20,13 @@ class Selector(ABC):
 
     @abstractmethod
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose `keep` (a fraction or a number) of the units of one hidden dimension."""
+        """Choose `keep` (a fraction or a number) of the units of one hidden dimension.
+
+        >>> import torch
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.select import TopK
+        >>> from ispasp.types import LinearConsumer
+        >>> reading = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, 3.0, 2.0]]), TopK.needs)
+        >>> TopK().select(Statistics(3, (reading,)), keep=1).kept
+        (1,)
+        """

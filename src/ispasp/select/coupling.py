@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ispasp.errors import InputError
 from ispasp.types import Consumer, ConvConsumer, Moment, Statistics
+from ispasp.types.checks import check_sum
 from ispasp.types.geometry import Geometry
 
 _IN, _TAP, _CLASS = "xyz", "uvw", "abd"
@@ -25,7 +26,10 @@ _IN, _TAP, _CLASS = "xyz", "uvw", "abd"
 
 @dataclass(frozen=True, eq=False)
 class Coupling:
-    """One consumer at one input size: P, Q (groups, channels / groups, K), channel weights and units."""
+    """One consumer at one input size: P, Q (groups, channels / groups, K), channel weights and units.
+
+    K = outputs / groups x classes of output positions. For a linear consumer P = Q = A^T and the weights are h.
+    """
 
     P: Tensor
     Q: Tensor
@@ -33,7 +37,15 @@ class Coupling:
     unit_of: Tensor  # (channels,)
 
     def importance(self, removed: Tensor) -> Tensor:
-        """y_i = <P_i, sum of Q_j over removed units j>, summed over the channels of a unit. (units,) -> (units,)"""
+        """y_i = <P_i, sum of Q_j over removed units j>, summed over the channels of a unit. (units,) -> (units,)
+
+        `removed` is 1.0 for units outside S, 0.0 for those in S.
+
+        >>> A, h = torch.tensor([[1.0, 1.0], [0.0, 2.0]]).double(), torch.tensor([3.0, 1.0]).double()
+        >>> c = Coupling(A.T[None], A.T[None], weights=h, unit_of=torch.arange(2))
+        >>> c.importance(torch.ones(2).double()), c.importance(torch.tensor([1.0, 0.0]).double())   # A^T A (h - h|_S)
+        (tensor([4., 8.], dtype=torch.float64), tensor([3., 3.], dtype=torch.float64))
+        """
         mine = self.unit_of >= 0
         r = torch.where(mine, removed[self.unit_of.clamp(min=0)], 0.0) * self.weights  # (channels,)
         g, c, _ = self.P.shape
@@ -43,7 +55,15 @@ class Coupling:
 
 
 def couplings(statistics: Statistics) -> list[Coupling]:
-    """One coupling for every consumer and every input size it was called with."""
+    """One coupling for every consumer and every input size it was called with.
+
+    >>> from ispasp.calibrate import measure
+    >>> from ispasp.types.geometry import Geometry
+    >>> A = ConvConsumer(torch.ones(2, 3, 3, 3), geometry=Geometry(padding=(1, 1)))
+    >>> (c,) = couplings(Statistics(3, (measure(A, torch.ones(1, 3, 8, 8)),)))
+    >>> c.P.shape   # nine classes of positions for each of two outputs
+    torch.Size([1, 3, 18])
+    """
     return [
         _coupling(reading.consumer, total)
         for number, reading in enumerate(statistics.readings)
@@ -52,7 +72,14 @@ def couplings(statistics: Statistics) -> list[Coupling]:
 
 
 def activation(statistics: Statistics) -> Tensor:
-    """h = mu(H): summed activation of every unit, over data, positions, channels and consumers. (units,)"""
+    """h = mu(H): summed activation of every unit, over data, positions, channels and consumers. (units,)
+
+    >>> from ispasp.calibrate import measure
+    >>> from ispasp.types import LinearConsumer
+    >>> A = LinearConsumer(torch.ones(1, 4), units=torch.tensor([0, 0, 1, 1]))
+    >>> activation(Statistics(2, (measure(A, torch.tensor([[1.0, 2.0, 3.0, 4.0]])),)))
+    tensor([3., 7.], dtype=torch.float64)
+    """
     h = torch.zeros(statistics.units, dtype=torch.float64, device=statistics.readings[0].consumer.weight.device)
     for number, reading in enumerate(statistics.readings):
         unit_of = reading.consumer.unit_of()
@@ -63,23 +90,26 @@ def activation(statistics: Statistics) -> Tensor:
 
 
 def checked(moment: Moment | None, consumer: Consumer, number: int) -> Moment:
-    """The moment if it is there, fits the consumer and is finite."""
+    """The moment if it is there, fits the consumer and is finite; `number` names the consumer in errors.
+
+    >>> from ispasp.types import LinearConsumer
+    >>> checked(Moment({(): torch.ones(3)}, examples=2), LinearConsumer(torch.eye(2)), number=0)
+    Traceback (most recent call last):
+    ...
+    ispasp.errors.InputError: the first moment of consumer 0 has shape (3,), its consumer needs (2,): ...
+    """
     if moment is None:
         raise InputError(f"consumer {number} has no first moments: take them with measure(consumer, H, ['moment'])")
-    if moment.examples < 1 or not moment.maps:
-        raise InputError(f"the first moments of consumer {number} hold no data: calibrate on at least one example")
+    if not moment.maps:
+        raise InputError(f"the first moment of consumer {number} holds no data: calibrate on at least one example")
+    axes = len(consumer.kernel) if isinstance(consumer, ConvConsumer) else 0
     for size, total in moment.maps.items():
-        if total.shape[0] != consumer.channels or tuple(total.shape[1:]) != size:
+        if len(size) != axes:
             raise InputError(
-                f"first moments of shape {tuple(total.shape)} do not fit consumer {number}, which reads "
-                f"{consumer.channels} channels: take them at this consumer's input"
+                f"the first moment of consumer {number} is kept for maps of size {size}, the consumer reads maps with "
+                f"{axes} axes: take it with measure(consumer, H)"
             )
-        bad = int((~torch.isfinite(total)).sum())
-        if bad:
-            raise InputError(
-                f"first moments of consumer {number} hold {bad} NaN or Inf: check the calibration data and the "
-                "layers before, or run them in float32"
-            )
+        check_sum(f"the first moment of consumer {number}", total, moment.examples, (consumer.channels, *size))
     return moment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.registry import selector
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Selection, Statistics, Step
+from ispasp.types.checks import checked_tensor
 
 
 def select_units(
@@ -33,7 +35,11 @@ def select_units(
     >>> select_units(W, H, keep=0.5).kept
     (0, 1, 2, 3)
     """
-    maps = [consumers] if isinstance(consumers, (Tensor, Consumer)) else list(consumers)
+    maps = [consumers] if isinstance(consumers, (Tensor, Consumer)) else consumers
+    if not isinstance(maps, Sequence):
+        raise InputError(f"consumers is a {type(maps).__name__}: pass a weight, a Consumer, or a list of them")
+    if not isinstance(H, (Tensor, Sequence)):
+        raise InputError(f"H is a {type(H).__name__}: pass a torch.Tensor, or a list with one for each consumer")
     As = [_consumer(c) for c in maps]
     Hs = [H] * len(As) if isinstance(H, Tensor) else list(H)
     if not As or len(Hs) != len(As):
@@ -48,17 +54,18 @@ def select_units(
 def _consumer(given: Tensor | Consumer) -> Consumer:
     if isinstance(given, Consumer):
         return given
-    return LinearConsumer(given) if given.ndim == 2 else ConvConsumer(given)
+    weight = checked_tensor("a consumer", given)
+    return LinearConsumer(weight) if weight.ndim == 2 else ConvConsumer(weight)
 
 
 def _with_residual(step: Step, As: Sequence[Consumer], Hs: Sequence[Tensor]) -> Step:
     if step.residual is not None:
         return step
-    total = torch.zeros((), dtype=torch.float64)
+    total = 0.0
     for A, H in zip(As, Hs, strict=True):
         unit_of = A.unit_of()
-        removed = (unit_of >= 0) & ~torch.isin(unit_of, torch.tensor(step.kept, dtype=unit_of.dtype))
+        removed = (unit_of >= 0) & ~torch.isin(unit_of, torch.tensor(step.kept, dtype=unit_of.dtype, device=unit_of.device))
         axes = (1,) * len(A.kernel) if isinstance(A, ConvConsumer) else ()
-        V = A(H.double() * removed.double().reshape(-1, *axes))
-        total += V.square().sum()
-    return replace(step, residual=float(total.sqrt()))
+        V = A(H.detach().double() * removed.double().reshape(-1, *axes))
+        total += float(V.square().sum())
+    return replace(step, residual=math.sqrt(total))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ispasp.errors import InputError
 from ispasp.types import Consumer, ConvConsumer, Gram, Statistics
+from ispasp.types.checks import check_sum
 
 
 def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
@@ -31,14 +32,9 @@ def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
     if consumer.scale is not None:
         W = W * consumer.scale.double().reshape(W.shape[0], -1, *(1,) * (W.ndim - 2))
     W = W.flatten(2)  # (g, O/g, K)
-    needed = (W.shape[0], W.shape[2], W.shape[2])
-    if tuple(gram.total.shape) != needed:
-        raise InputError(
-            f"a Gram matrix of shape {tuple(gram.total.shape)} does not fit a consumer that needs {needed}: "
-            "take it with measure(consumer, H, ['gram'])"
-        )
-    if not bool(torch.isfinite(gram.total).all()):
-        raise InputError("a Gram matrix holds NaN or Inf: check the calibration data and the layers before")
+    check_sum("the Gram matrix", gram.total, gram.examples, (W.shape[0], W.shape[2], W.shape[2]))
+    if consumer.count_units() > units:
+        raise InputError(f"units={units}, but the consumer reads {consumer.count_units()}: pass the number it reads")
     E = (W.mT @ W) * gram.total.double()  # (g, K, K)
     unit_of = consumer.unit_of().reshape(W.shape[0], -1).repeat_interleave(taps, dim=1)  # (g, K)
     onto = torch.nn.functional.one_hot(unit_of + 1, units + 1)[..., 1:].double()  # (g, K, units), -1 falls away
@@ -46,7 +42,15 @@ def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
 
 
 def total_energy(statistics: Statistics) -> Tensor | None:
-    """Energy of all consumers together, or None unless every one of them has a Gram matrix. (units, units)"""
+    """Energy of all consumers together, or None unless every one of them has a Gram matrix. (units, units)
+
+    >>> from ispasp.calibrate import measure
+    >>> from ispasp.types import LinearConsumer
+    >>> reading = measure(LinearConsumer(torch.eye(2)), torch.tensor([[1.0, 3.0]]), ["gram"])
+    >>> total_energy(Statistics(2, (reading, reading)))   # two consumers, E each
+    tensor([[ 2.,  0.],
+            [ 0., 18.]], dtype=torch.float64)
+    """
     parts = [
         energy(reading.consumer, reading.gram, statistics.units)
         for reading in statistics.readings

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ispasp.errors import InputError
+from ispasp.select.coupling import checked
 from ispasp.select.energy import total_energy
 from ispasp.types import Selection, Statistics, Step
 
@@ -28,10 +30,22 @@ class Evidence:
     def __init__(self, statistics: Statistics) -> None:
         """Prepare once what every set shares."""
         self._statistics = statistics
+        for number, reading in enumerate(statistics.readings):
+            if reading.moment is not None:
+                checked(reading.moment, reading.consumer, number)
         self._energy = total_energy(statistics)
 
     def step(self, kept: Sequence[int]) -> Step:
-        """The residuals if only `kept` stay."""
+        """The residuals if only `kept` stay.
+
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.types import LinearConsumer
+        >>> r = measure(LinearConsumer(torch.ones(1, 2)), torch.tensor([[1.0, 2.0], [1.0, -2.0]]), ["moment", "gram"])
+        >>> Evidence(Statistics(2, (r,))).step(()).moment_residual   # the second unit's outputs cancel in the sum
+        2.0
+        """
+        if not all(0 <= unit < self._statistics.units for unit in kept):
+            raise InputError(f"kept={tuple(kept)}: pass unit indices from 0 to {self._statistics.units - 1}")
         device = self._statistics.readings[0].consumer.weight.device
         removed = torch.ones(self._statistics.units, dtype=torch.float64, device=device)
         removed[list(kept)] = 0.0
@@ -41,7 +55,16 @@ class Evidence:
         return Step(tuple(kept), self._moment_residual(removed), residual)
 
     def selection(self, sets: Sequence[Sequence[int]], *, converged: bool) -> Selection:
-        """The selection that went through these sets; a set that stays the same is measured once."""
+        """The selection that went through these sets; a set that stays the same is measured once.
+
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.types import LinearConsumer
+        >>> r = measure(LinearConsumer(torch.eye(2)), torch.tensor([[3.0, 4.0]]))
+        >>> Evidence(Statistics(2, (r,))).selection([(0,), (1,)], converged=False)
+        Selection(kept 1 units [1], iterations=2, converged=False, moment residual 5 -> 3)
+        """
+        if not sets:
+            raise InputError("no sets given: pass the set after each iteration, at least one")
         known: dict[tuple[int, ...], Step] = {}
         for kept in map(tuple, sets):
             if kept not in known:

@@ -6,6 +6,7 @@ taken first (Lemma on mu: mu(A B) = A mu(B)): the sets are the same, and the cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -19,6 +20,7 @@ from ispasp.select.coupling import activation, couplings
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
 from ispasp.types import Selection, Statistics, units_to_keep
+from ispasp.types.checks import is_integer
 
 Rank = Literal["value", "magnitude"]
 
@@ -49,7 +51,15 @@ class ISpaSP(Selector):
         _check_options(self.iterations, self.rank)
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose `keep` units; stops early once the set is stable."""
+        """Choose `keep` units; stops early once the set is stable.
+
+        >>> import torch
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.types import LinearConsumer
+        >>> reading = measure(LinearConsumer(torch.eye(3)), torch.tensor([[0.1, -3.0, 0.2]]))
+        >>> ISpaSP(rank="magnitude").select(Statistics(3, (reading,)), keep=1).kept
+        (1,)
+        """
         return i_spasp(statistics, keep, iterations=self.iterations, rank=self.rank)
 
 
@@ -78,9 +88,7 @@ def i_spasp(
     Selection(kept 1 units [2], iterations=2, converged=True, moment residual 5.831 -> 3.606)
     """
     _check_options(iterations, rank)
-    parts = [statistics] if isinstance(statistics, Statistics) else list(statistics)
-    if not parts:
-        raise InputError("no statistics given: pass the Statistics of at least one batch")
+    parts = _parts(statistics)
     s = units_to_keep(keep, parts[0].units)
     pairs = [(activation(part), couplings(part)) for part in parts]
 
@@ -93,9 +101,25 @@ def i_spasp(
     return Evidence(parts[0]).selection(sets, converged=stable)
 
 
+def _parts(statistics: Statistics | Sequence[Statistics]) -> list[Statistics]:
+    parts = [statistics] if isinstance(statistics, Statistics) else statistics
+    if not isinstance(parts, Sequence) or not all(isinstance(part, Statistics) for part in parts):
+        raise InputError(
+            f"statistics is a {type(statistics).__name__}: pass a Statistics, made of the Reading of every consumer, "
+            "or a list of them"
+        )
+    if not parts:
+        raise InputError("no statistics given: pass the Statistics of at least one batch")
+    if len({part.units for part in parts}) > 1:
+        raise InputError(
+            f"statistics of hidden dimensions with {[part.units for part in parts]} units: pass those of one dimension"
+        )
+    return list(parts)
+
+
 def _check_options(iterations: int, rank: Rank) -> None:
-    if iterations < 1:
-        raise InputError(f"iterations={iterations}: i-SpaSP needs at least one; the paper uses 20")
+    if not is_integer(iterations) or iterations < 1:
+        raise InputError(f"iterations={iterations!r}: pass an integer >= 1; the paper uses 20")
     if rank not in get_args(Rank):
         raise InputError(f"rank={rank!r}: choose 'value' (the paper) or 'magnitude' (signed activations)")
 
@@ -113,6 +137,8 @@ def _iterate(
     for t in range(T):
         y = importance(t, S)
         floor = floor or float(y.abs().max())  # residual importance below 2^-40 of the dense one is rounding noise
+        if not math.isfinite(floor):
+            raise InputError("importance overflows float64: weights and activations are too large, rescale them")
         Omega = descending(y if signed else y.abs(), floor)[: 2 * s]
         merged = S.clone()
         merged[Omega] = True

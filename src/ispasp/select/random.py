@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import torch
 
+from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.types import Selection, Statistics, units_to_keep
+from ispasp.types.checks import is_integer
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,19 @@ class Random(Selector):
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what torch cannot seed with."""
+        if not is_integer(self.seed) or not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed!r}: pass an integer from 0 to 2^63 - 1")
+
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Draw `keep` units."""
+        """Draw `keep` units; the data play no part.
+
+        >>> from ispasp.types import LinearConsumer, Reading
+        >>> Random().select(Statistics(4, (Reading(LinearConsumer(torch.eye(4))),)), keep=1.0).kept
+        (0, 1, 2, 3)
+        """
         s = units_to_keep(keep, statistics.units)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(int(self.seed))
         kept = torch.randperm(statistics.units, generator=generator)[:s]
         return Evidence(statistics).selection([sorted(kept.tolist())], converged=True)

@@ -32,6 +32,6 @@ def selector(method: str | Selector) -> Selector:
     """
     if isinstance(method, Selector):
         return method
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise InputError(f"unknown method {method!r}: choose from {', '.join(_METHODS)}, or pass a Selector object")
     return _METHODS[method]()

@@ -12,6 +12,7 @@ from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
 from ispasp.types import Selection, Statistics, units_to_keep
+from ispasp.types.checks import check_sum
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,15 @@ class TopK(Selector):
     needs: ClassVar[tuple[str, ...]] = ("magnitude",)
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units with the largest score, the lowest index first among equals."""
+        """Choose the `keep` units with the largest score, the lowest index first among equals.
+
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.types import LinearConsumer
+        >>> heads = LinearConsumer(torch.ones(1, 4), units=torch.tensor([0, 0, 1, 1]))
+        >>> r = measure(heads, torch.tensor([[3.0, 0.0, -2.0, 2.0]]), ["magnitude"])
+        >>> TopK().select(Statistics(2, (r,)), keep=1).kept   # 4 > 3
+        (1,)
+        """
         s = units_to_keep(keep, statistics.units)
         score = torch.zeros(statistics.units, dtype=torch.float64, device=statistics.readings[0].consumer.weight.device)
         for number, reading in enumerate(statistics.readings):
@@ -37,6 +46,8 @@ class TopK(Selector):
                 raise InputError(
                     f"consumer {number} has no magnitudes: take them with measure(consumer, H, ['magnitude'])"
                 )
+            shape = (reading.consumer.channels,)
+            check_sum(f"the magnitude of consumer {number}", reading.magnitude.total, reading.magnitude.examples, shape)
             unit_of = reading.consumer.unit_of()
             score = score.index_add(0, unit_of[unit_of >= 0], reading.magnitude.total.double()[unit_of >= 0])
         return Evidence(statistics).selection([sorted(descending(score)[:s].tolist())], converged=True)

@@ -76,7 +76,8 @@ class SlimMultiheadAttention(nn.Module):
 
         query (L, E), (L, B, E), or (B, L, E) if batch_first; key and value alike with S for L, kdim and vdim for E;
         key_padding_mask (S) or (B, S); attn_mask (L, S) or (B * H, L, S), H being the number of heads left.
-        Returns the output, of query's shape, and the weights (B, L, S) or (B, H, L, S), or None if not needed.
+        Returns the output, of query's shape, and None or the weights: (B, L, S), averaged over the heads left, or
+        (B, H, L, S); without B if query has no batch.
 
         >>> x = torch.randn(5, 3, 8)
         >>> output, weights = SlimMultiheadAttention(nn.MultiheadAttention(8, 2), heads=2)(x, x, x)
@@ -201,7 +202,7 @@ def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> 
         # torch keeps parametrized tensors as properties of a class that it makes for each such module.
         body = {name: value for name, value in vars(type(module)).items() if name not in ("__dict__", "__weakref__")}
         made.__class__ = type("ParametrizedSlimMultiheadAttention", (SlimMultiheadAttention,), body)
-    made.out_proj.in_features = made.out_proj.weight.shape[1]
+    made.out_proj.in_features = heads * made.head_dim
     return made
 
 
@@ -214,15 +215,14 @@ def _check_module(module: nn.MultiheadAttention | SlimMultiheadAttention, heads:
     if heads < 1:
         raise InputError(f"heads={heads}: an attention keeps at least one")
     width = heads * module.head_dim
-    expected = {"in_proj_weight": (0, 3 * width), "in_proj_bias": (0, 3 * width)}
+    expected = {"in_proj_weight": (0, 3 * width), "in_proj_bias": (0, 3 * width), "out_proj.weight": (1, width)}
     expected |= {f"{x}_proj_weight": (0, width) for x in "qkv"} | {f"bias_{x}": (2, width) for x in "kv"}
-    tensors = {name: (getattr(module, name), *size) for name, size in expected.items()}
-    tensors["out_proj.weight"] = module.out_proj.weight, 1, width
-    for name, (tensor, axis, size) in tensors.items():
-        if tensor is not None and tensor.shape[axis] != size:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        axis, size = expected.get(name, (0, parameter.shape[0]))
+        if parameter.shape[axis] != size:
             raise InputError(
-                f"{name} has shape {tuple(tensor.shape)}; heads={heads} of size {module.head_dim} need {size} on axis "
-                f"{axis}: cut the parameters first"
+                f"{name} has shape {tuple(parameter.shape)}; heads={heads} of size {module.head_dim} need {size} on "
+                f"axis {axis}: cut the parameters first"
             )
 
 

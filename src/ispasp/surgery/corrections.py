@@ -8,7 +8,7 @@ its hidden dimensions is a candidate; the smallest set of corrections with which
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, islice, takewhile
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from ispasp.types.plan import Attribute, Structure
 
 _MOST_TRIES = 300
 _MOST_FRAMES = 6
+_MOST_PASSES = 40
 
 
 def search(
@@ -55,6 +56,23 @@ def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, ke
                 same = [o for o in options if o.name == correction.name and _pattern(o) == _pattern(correction)]
                 corrections += same[:1]
     return corrections
+
+
+def candidates(path: str, module: nn.Module, structure: Structure, kept: Kept) -> Iterator[tuple[Attribute, ...]]:
+    """Sets of corrections that could be tried in a module, the smallest first; few, for each costs a forward pass."""
+    known = {(a.module, a.name) for a in structure.attributes}
+    options = [o for o in _options(path, module, structure, kept) if (o.module, o.name) not in known]
+    return islice(_subsets(options), _MOST_PASSES)
+
+
+def common_path(names: Sequence[str]) -> str:
+    """The innermost module that holds all these tensors.
+
+    >>> common_path(["a.b.q.weight", "a.b.k.weight"]), common_path(["a.weight"])
+    ('a.b', 'a')
+    """
+    steps = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def _pattern(correction: Attribute) -> tuple[tuple[bool, ...], ...]:

@@ -6,17 +6,17 @@ gives, is tried on the example batch, on the model itself, with everything put b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from ispasp.errors import IspaspError
+from ispasp.errors import PlanError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
 from ispasp.surgery.attempt import Failure, Shape, attempt, shapes_of
-from ispasp.surgery.corrections import alike, search
+from ispasp.surgery.corrections import alike, candidates, common_path, search
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.remove import Undo, remove_
 from ispasp.surgery.verify import relative_error, tolerance
@@ -24,6 +24,7 @@ from ispasp.types.layout import Kept, names_in
 from ispasp.types.plan import Attribute, Plan, Structure
 
 _MOST_ROUNDS = 60
+OnFailure = Callable[[Failure, Sequence[str]], Callable[[], None]]
 
 
 @dataclass
@@ -40,16 +41,16 @@ class Trial:
     def run(self) -> None:
         """Try all dimensions together until the model runs and equals masking."""
         for _ in range(_MOST_ROUNDS):
-            kept = self._half(name for name in self.structure.units if name not in self.refused)
-            if not kept:
+            names = [name for name in self.structure.units if name not in self.refused]
+            if not names:
                 return
-            outcome = self._pruned(kept, self._search)
-            if outcome is None:
+            outcome = self._try(names, self._correct_failure)
+            if isinstance(outcome, Failure):
                 continue
-            error, limit = self._error(outcome, kept)
+            error, limit = self._error(outcome, self._half(names))
             if error <= limit:
                 return
-            self._find_guilty(list(kept), error)
+            self._correct_difference(names, error)
 
     def _half(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """A random half of the units of each dimension; one more here and there, so that sizes differ."""
@@ -61,62 +62,55 @@ class Trial:
             kept[name] = tuple(sorted(torch.randperm(units, generator=generator)[:count].tolist()))
         return kept
 
-    def _pruned(self, kept: Kept, on_failure) -> list[Tensor] | None:  # type: ignore[no-untyped-def]
+    def _try(self, names: Sequence[str], on_failure: OnFailure | None = None) -> list[Tensor] | Failure:
+        """Remove half of these dimensions, run, put everything back; a failure is looked at before that."""
         undo = Undo()
         try:
-            remove_(self.model, Plan(dict(kept), self.structure), undo)  # type: ignore[arg-type]
+            remove_(self.model, Plan(self._half(names), self.structure), undo)
             outcome = attempt(self.model, self.batch)
-            found = on_failure(outcome, kept) if isinstance(outcome, Failure) else None
+            if isinstance(outcome, Failure) and on_failure is not None and self._dense:
+                learn = on_failure(outcome, names)
+            else:
+                learn = None
         finally:
             undo.run()
-        if not isinstance(outcome, Failure):
-            return outcome
-        self._learn(outcome, found, kept)
-        return None
+        if isinstance(outcome, Failure) and on_failure is not None:
+            if learn is not None:
+                learn()
+            else:  # the first failure: look at the shapes in the dense model, and try again
+                self._dense = shapes_of(self.model, self.batch)
+        return outcome
 
-    def _search(self, failure: Failure, kept: Kept) -> tuple[Attribute, ...]:
-        return search(failure, self.structure, kept, self._shapes())
+    # The forward fails ------------------------------------------------------------------------------------------
 
-    def _shapes(self) -> dict[str, list[list[Shape]]]:
-        return self._dense
+    def _correct_failure(self, failure: Failure, names: Sequence[str]) -> Callable[[], None]:
+        found = search(failure, self.structure, self._half(names), self._dense)
+        return lambda: self._adopt(found, names) or self._give_up(failure, names)
 
-    def _learn(self, failure: Failure, found: tuple[Attribute, ...], kept: Kept) -> None:
-        if not self._dense:  # the first failure: look at the dense model, then try again
-            self._dense = shapes_of(self.model, self.batch)
-            return
+    def _adopt(self, found: Sequence[Attribute], names: Sequence[str]) -> bool:
+        """Take corrections over, for all modules of the same class; says whether any was new."""
         known = {(a.module, a.name) for a in self.structure.attributes}
-        new = [a for a in (*found, *alike(self.model, found, self.structure, kept)) if (a.module, a.name) not in known]
-        if new:
-            unique = {(a.module, a.name): a for a in reversed(new)}
-            self.structure = replace(self.structure, attributes=(*self.structure.attributes, *unique.values()))
-        else:
-            self._give_up(failure, list(kept))
+        more = alike(self.model, found, self.structure, self._half(names))
+        new = {(a.module, a.name): a for a in (*more, *found) if (a.module, a.name) not in known}
+        self.structure = replace(self.structure, attributes=(*self.structure.attributes, *new.values()))
+        return bool(new)
 
     def _give_up(self, failure: Failure, names: Sequence[str]) -> None:
-        """Refuse the dimensions of the innermost module that has any, and of all modules of its class."""
+        """Refuse the dimensions of the innermost module that has any and fails with them alone, and of its class."""
+        text = (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
         for frame in reversed(failure.stack):
             inside = [name for name in names if self._is_inside(name, frame.path)]
-            guilty = [name for name in inside if isinstance(self._alone(name), Failure)] if len(inside) > 1 else inside
-            if not guilty and inside:
-                guilty = inside
-            if guilty:
-                cls = type(frame.module)
-                paths = [p for p, m in self.model.named_modules() if type(m) is cls] if frame.path else [""]
-                like = [n for n in names if n not in guilty and any(self._is_inside(n, p) for p in paths)]
-                guilty += [n for n in like if len(inside) == len(guilty)]
-                text = str(failure.error).strip().splitlines()
-                why = f"the forward of {frame.path or 'the model'} ({cls.__name__}) fails with fewer units: {text[0] if text else ''}"
-                self.refused.update(dict.fromkeys(guilty, why[:300]))
-                return
-        self.refused.update(dict.fromkeys(names, f"the model fails with fewer units: {failure.error}"[:300]))
-
-    def _alone(self, name: str) -> list[Tensor] | Failure:
-        undo = Undo()
-        try:
-            remove_(self.model, Plan(self._half([name]), self.structure), undo)
-            return attempt(self.model, self.batch)
-        finally:
-            undo.run()
+            guilty = inside if len(inside) < 2 else [n for n in inside if isinstance(self._try([n]), Failure)]
+            if not guilty:
+                continue
+            cls = type(frame.module)
+            if len(guilty) == len(inside) and frame.path:  # all that this class holds fails: so will it elsewhere
+                paths = [path for path, module in self.model.named_modules() if type(module) is cls]
+                guilty = [name for name in names if any(self._is_inside(name, path) for path in paths)]
+            where = f"{frame.path or 'the model'} ({cls.__name__})"
+            self.refused.update(dict.fromkeys(guilty, f"the forward of {where} fails with fewer units: {text}"[:300]))
+            return
+        self.refused.update(dict.fromkeys(names, f"the model fails with fewer units: {text}"[:300]))
 
     def _is_inside(self, name: str, path: str) -> bool:
         prefix = f"{path}." if path else ""
@@ -125,15 +119,21 @@ class Trial:
             for tensor, layout in self.structure.tensors.items()
         )
 
+    # The forward runs, but gives something else -------------------------------------------------------------------
+
     def _error(self, outcome: Sequence[Tensor], kept: Kept) -> tuple[float, float]:
         expected = masked_output(self.analysis, self.model, self.batch, kept)
         return relative_error(outcome, expected), tolerance(expected)
 
-    def _find_guilty(self, names: list[str], error: float) -> None:
-        """Bisect for the dimensions whose removal does not equal masking."""
+    def _correct_difference(self, names: list[str], error: float) -> None:
+        """Find the guilty dimensions; a number that the forward reads may be wrong without making it fail."""
+        guilty = self._bisect(names) or names
+        for name in guilty:
+            found = self._corrected(name)
+            if found and self._adopt(found, names):
+                return
         why = f"removing its units does not equal masking them (relative error {error:.1e})"
-        guilty = self._bisect(names)
-        self.refused.update(dict.fromkeys(guilty or names, why))
+        self.refused.update(dict.fromkeys(guilty, why))
 
     def _bisect(self, names: list[str]) -> list[str]:
         if not self._is_wrong(names):
@@ -144,16 +144,24 @@ class Trial:
         return [*self._bisect(names[:half]), *self._bisect(names[half:])]
 
     def _is_wrong(self, names: list[str]) -> bool:
-        kept = self._half(names)
-        undo = Undo()
-        try:
-            remove_(self.model, Plan(kept, self.structure), undo)
-            outcome = attempt(self.model, self.batch)
-        except IspaspError:
-            return True
-        finally:
-            undo.run()
+        outcome = self._try(names)
         if isinstance(outcome, Failure):
             return True
-        error, limit = self._error(outcome, kept)
+        error, limit = self._error(outcome, self._half(names))
         return error > limit
+
+    def _corrected(self, name: str) -> tuple[Attribute, ...]:
+        """Corrections of the numbers in the module around a dimension with which its removal equals masking."""
+        tensors = [t for t, layout in self.structure.tensors.items() if any(name in names_in(e) for e in layout.axes.values())]
+        path = common_path(tensors)
+        before = self.structure
+        for chosen in candidates(path, self.model.get_submodule(path), before, self._half([name])):
+            self.structure = replace(before, attributes=(*before.attributes, *chosen))
+            try:
+                if not self._is_wrong([name]):
+                    return chosen
+            except PlanError:
+                continue
+            finally:
+                self.structure = before
+        return ()

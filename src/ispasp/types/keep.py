@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from ispasp.errors import InputError
+from ispasp.types.checks import is_integer
 
 
 def units_to_keep(keep: float | int, units: int, name: str = "the hidden dimension") -> int:
     """Number of units that stay: s = floor(keep * units + 1/2) for a float, keep itself for an int.
 
-    A positive fraction keeps at least one unit, so that no hidden dimension vanishes by rounding.
+    Numpy's numbers count as Python's. A positive fraction keeps at least one unit, so that no hidden dimension
+    vanishes by rounding.
 
     >>> units_to_keep(0.4, 12), units_to_keep(3, 12), units_to_keep(1.0, 12), units_to_keep(0.01, 12)
     (5, 3, 12, 1)
@@ -19,18 +23,18 @@ def units_to_keep(keep: float | int, units: int, name: str = "the hidden dimensi
     """
     if units < 1:
         raise InputError(f"{name} has {units} units: there is nothing to select from; check the layer's weight")
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)):
+    if is_integer(keep):
+        if keep < 1:
+            raise InputError(f"keep={keep} would leave {name} without units: pass keep >= 1, or skip this dimension")
+        if keep > units:
+            raise InputError(f"{name} has {units} units; keep={keep} asks for more: pass keep <= {units}")
+        return int(keep)
+    if isinstance(keep, bool) or not isinstance(keep, Real):
         raise InputError(
             f"keep={keep!r} is a {type(keep).__name__}: pass a float in (0, 1] (a fraction) or an int >= 1 (a number)"
         )
-    if isinstance(keep, float):
-        if not 0.0 < keep <= 1.0:
-            raise InputError(
-                f"keep={keep} is not a fraction of units that stay: pass a float in (0, 1], or an int for a number"
-            )
-        return max(1, int(keep * units + 0.5))
-    if keep < 1:
-        raise InputError(f"keep={keep} would leave {name} without units: pass keep >= 1, or skip this dimension")
-    if keep > units:
-        raise InputError(f"{name} has {units} units; keep={keep} asks for more: pass keep <= {units}")
-    return keep
+    if not 0.0 < keep <= 1.0:
+        raise InputError(
+            f"keep={keep} is not a fraction of units that stay: pass a float in (0, 1], or an int for a number"
+        )
+    return max(1, int(float(keep) * units + 0.5))

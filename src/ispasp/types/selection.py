@@ -11,6 +11,9 @@ class Step:
 
     `moment_residual` is ||mu(V)||_2, V the dense minus the pruned output of the consumers and mu its sum over the
     data. `residual` is ||V||_F where data or a Gram matrix were at hand, else None: first moments cannot give it.
+
+    >>> Step((0, 2), moment_residual=0.5).residual is None
+    True
     """
 
     kept: tuple[int, ...]

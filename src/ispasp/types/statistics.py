@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
+from ispasp.types.checks import checked_tensor
 from ispasp.types.consumer import Consumer
 
 Size = tuple[int, ...]
@@ -30,24 +31,36 @@ class Moment:
     maps: Mapping[Size, Tensor]
     examples: int
 
+    def __post_init__(self) -> None:
+        """Refuse a bare tensor."""
+        if not isinstance(self.maps, Mapping):
+            raise InputError(
+                f"the maps of a Moment are a {type(self.maps).__name__}: pass {{size: sum}}, for a linear consumer "
+                "{(): vector}"
+            )
+
     def __add__(self, other: Moment) -> Moment:
         """Merge two parts of the data."""
         maps = dict(self.maps)
         for size, total in other.maps.items():
-            maps[size] = maps[size] + total if size in maps else total
+            maps[size] = _sum("moments", maps[size], total) if size in maps else total
         return Moment(maps, self.examples + other.examples)
 
 
 @dataclass(frozen=True, eq=False)
 class Magnitude:
-    """Summed activation magnitudes: `total[c]` is the sum of |H| over data and positions of channel c. (channels,)"""
+    """Summed activation magnitudes: `total[c]` is the sum of |H| over data and positions of channel c. (channels,)
+
+    >>> (Magnitude(torch.tensor([1.0]), examples=3) + Magnitude(torch.tensor([2.0]), examples=4))
+    Magnitude(total=tensor([3.]), examples=7)
+    """
 
     total: Tensor
     examples: int
 
     def __add__(self, other: Magnitude) -> Magnitude:
         """Merge two parts of the data."""
-        return Magnitude(self.total + other.total, self.examples + other.examples)
+        return Magnitude(_sum("magnitudes", self.total, other.total), self.examples + other.examples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +69,9 @@ class Gram:
 
     (groups, K, K) with K = channels / groups x taps, channel-major as in `weight.flatten(1)`; one group and one tap
     for a linear consumer, where it is H H^T.
+
+    >>> (Gram(torch.tensor([[[1.0]]]), examples=3) + Gram(torch.tensor([[[2.0]]]), examples=4))
+    Gram(total=tensor([[[3.]]]), examples=7)
     """
 
     total: Tensor
@@ -63,7 +79,7 @@ class Gram:
 
     def __add__(self, other: Gram) -> Gram:
         """Merge two parts of the data."""
-        return Gram(self.total + other.total, self.examples + other.examples)
+        return Gram(_sum("Gram matrices", self.total, other.total), self.examples + other.examples)
 
 
 S = TypeVar("S", Moment, Magnitude, Gram)
@@ -71,7 +87,13 @@ S = TypeVar("S", Moment, Magnitude, Gram)
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One consumer of a hidden dimension and the statistics taken at its input."""
+    """One consumer of a hidden dimension and the statistics taken at its input.
+
+    >>> from ispasp.types.consumer import LinearConsumer
+    >>> reading = Reading(LinearConsumer(torch.eye(2)), Moment({(): torch.tensor([1.0, 2.0])}, examples=3))
+    >>> (reading + reading).moment
+    Moment(maps={(): tensor([2., 4.])}, examples=6)
+    """
 
     consumer: Consumer
     moment: Moment | None = None
@@ -90,19 +112,27 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """All a selector sees of one hidden dimension of `units` units: one reading per consumer."""
+    """All a selector sees of one hidden dimension of `units` units: one reading per consumer.
+
+    >>> from ispasp.types.consumer import LinearConsumer
+    >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), 3)),))
+    >>> (statistics + statistics).readings[0].magnitude
+    Magnitude(total=tensor([2., 2.]), examples=6)
+    """
 
     units: int
     readings: tuple[Reading, ...]
 
     def __post_init__(self) -> None:
         """Refuse statistics that cannot belong to one hidden dimension."""
+        if not isinstance(self.readings, Sequence) or not all(isinstance(r, Reading) for r in self.readings):
+            raise InputError(f"readings is a {type(self.readings).__name__}: pass a tuple of Reading, one per consumer")
         if not self.readings:
             raise InputError("a hidden dimension needs at least one consumer: pass one Reading per consumer")
         for number, reading in enumerate(self.readings):
             unit_of = reading.consumer.unit_of()
             seen = torch.unique(unit_of[unit_of >= 0])
-            if len(seen) != self.units or int(seen[-1]) != self.units - 1:
+            if len(seen) != self.units or int(seen[-1]) != self.units - 1:  # every consumer reads at least one unit
                 raise InputError(
                     f"consumer {number} reads {len(seen)} different units, the hidden dimension has {self.units}: "
                     f"its `units` must name each of 0..{self.units - 1}"
@@ -116,6 +146,15 @@ class Statistics:
                 f"{other.units} units and {len(other.readings)} consumers: they are of different hidden dimensions"
             )
         return Statistics(self.units, tuple(a + b for a, b in zip(self.readings, other.readings, strict=True)))
+
+
+def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
+    a, b = checked_tensor(what, a), checked_tensor(what, b)
+    if a.shape != b.shape:  # torch would broadcast some of these
+        raise InputError(
+            f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be added: take both at the same consumer"
+        )
+    return a + b
 
 
 def _merged(a: S | None, b: S | None) -> S | None:

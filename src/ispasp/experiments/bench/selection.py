@@ -53,7 +53,13 @@ def run(
     blocks: Sequence[int] = tuple(BLOCKS),
     progress: bool = True,
 ) -> list[Row]:
-    """Time both on every block and keep; the sets are compared at every iteration on the reference's examples."""
+    """Time both on every block and keep; the sets are compared at every iteration on the reference's examples.
+
+    >>> run(examples=2, reference_examples=3)
+    Traceback (most recent call last):
+    ...
+    ispasp.errors.InputError: reference_examples=3 of examples=2: time the reference on 1 to 2
+    """
     if not 1 <= reference_examples <= examples:
         raise InputError(
             f"reference_examples={reference_examples} of examples={examples}: time the reference on 1 to {examples}"
@@ -118,12 +124,21 @@ def _library(consumer: ConvConsumer, H: Tensor, keep: float, T: int) -> Selectio
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as plain dictionaries."""
+    """Rows as plain dictionaries.
+
+    >>> as_json([Row(2, 0.2, 1280, 60.0, 0.5, 120.0, same_sets=True, reference_examples=128)])[0]["ratio"]
+    120.0
+    """
     return [asdict(row) for row in rows]
 
 
 def as_table(rows: Sequence[Row], T: int = 20) -> str:
-    """Rows as a table, with a note on what was scaled."""
+    """Rows as a table, with a note on what was scaled.
+
+    >>> table = as_table([Row(2, 0.2, 1280, 60.0, 0.5, 120.0, same_sets=False, reference_examples=128)])
+    >>> "120x" in table, "NO" in table, "scaled linearly by 10" in " ".join(table.split())
+    (True, True, True)
+    """
     columns = [
         Column("block", "ResNet34 block"),
         Column("keep", "keep"),

@@ -1,0 +1,269 @@
+"""`ispasp bench coverage`: every network of the zoo is surveyed and pruned, and removal is compared with masking."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ispasp.api.apply import apply_
+from ispasp.api.survey import survey
+from ispasp.errors import InputError, NothingToPruneError
+from ispasp.experiments.zoo import GROUPS, cases
+from ispasp.experiments.zoo.case import Case, call
+from ispasp.report import track
+from ispasp.surgery.masking import masked_output
+from ispasp.surgery.verify import output_of, relative_error
+
+_LONGEST_REMARK = 180
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one network. `outcome` is "smaller", "nothing to remove" or "failed"."""
+
+    name: str
+    group: str
+    outcome: str
+    remark: str = ""
+    dimensions: int = 0
+    kinds: str = ""
+    dense_params: int | None = None
+    params: int | None = None
+    dense_macs: int | None = None
+    macs: int | None = None
+    error: float | None = None
+    recounted: str = ""
+    seconds: float | None = None
+
+
+class _TooLong(BaseException):
+    """Not an Exception: a survey tries out things that may raise those, and goes on."""
+
+
+def run(
+    groups: Sequence[str] = (),
+    prefix: str = "",
+    *,
+    keep: float = 0.5,
+    limit: int = 120,
+    workers: int = 2,
+    progress: bool = True,
+) -> list[Row]:
+    """Rows of all cases of the groups (none: of all) whose `group/model` name, or model name, starts with `prefix`."""
+    unknown = [group for group in groups if group not in GROUPS]
+    if unknown:
+        raise InputError(f"there is no group {unknown[0]!r} of networks: choose from {', '.join(GROUPS)}")
+    chosen = [case for case in cases(*groups) if case.name.startswith((prefix, f"{case.group}/{prefix}"))]
+    if not chosen:
+        raise InputError(f"no network is called {prefix!r}...: names look like {cases('plain')[0].name!r}")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start) as pool:
+        jobs = {pool.submit(_measure_named, case.group, case.name, keep, limit): case for case in chosen}
+        done = {}
+        for job in track(as_completed(jobs), "zoo", len(jobs), show=progress):
+            died = job.exception()  # a row of its own for what happens inside; this is the process itself
+            done[jobs[job].name] = _failed(jobs[job], died) if died else job.result()
+    return [done[case.name] for case in chosen]
+
+
+def _start() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+@cache
+def _by_name(group: str) -> dict[str, Case]:
+    return {case.name: case for case in cases(group)}
+
+
+def _measure_named(group: str, name: str, keep: float, limit: int) -> Row:
+    case = _by_name(group)[name]
+    try:
+        with _at_most(limit):
+            return measure(case, keep)
+    except _TooLong:
+        return Row(case.name, case.group, "failed", f"took longer than {limit} s")
+    except Exception as error:
+        return _failed(case, error)
+    finally:
+        gc.collect()  # traces are full of cycles
+
+
+def _failed(case: Case, error: BaseException) -> Row:
+    lines = str(error).strip().splitlines()
+    return Row(case.name, case.group, "failed", f"{type(error).__name__}: {lines[0] if lines else ''}")
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(case: Case, keep: float = 0.5) -> Row:
+    """Survey and prune one network. `seconds` are those of both, verification included."""
+    model, batch = case.build(), case.batch()
+    started = time.perf_counter()
+    try:
+        found = survey(model, batch)
+    except NothingToPruneError as error:
+        why = str(error).partition(": ")[2]
+        return Row(case.name, case.group, "nothing to remove", why, seconds=time.perf_counter() - started)
+    surveyed = time.perf_counter() - started
+    plan = found.plan(keep)
+    expected = masked_output(found.analysis, model, batch, plan.kept)
+    started = time.perf_counter()
+    apply_(model, plan, batch, checked_by=found)
+    seconds = surveyed + time.perf_counter() - started
+    error = relative_error(output_of(model, batch), expected)
+    cost = found.cost(plan)
+    params, macs = count_params(model), count_macs(model, batch, found.costs.examples)
+    smaller = cost.params < cost.dense_params
+    kinds = Counter(dimension.kind for dimension in found.dimensions)
+    return Row(
+        case.name,
+        case.group,
+        "smaller" if smaller else "failed",
+        "" if smaller else f"every one of {len(found.dimensions)} hidden dimensions stays whole at keep={keep}",
+        len(found.dimensions),
+        ", ".join(f"{number} {kind}" for kind, number in kinds.items()),
+        cost.dense_params,
+        cost.params,
+        cost.dense_macs,
+        cost.macs,
+        error,
+        _agreement(cost.params, params, cost.macs, macs),
+        seconds,
+    )
+
+
+def count_params(model: nn.Module) -> int:
+    """Parameters, each tensor once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_macs(model: nn.Module, batch: Any, examples: int) -> int:
+    """Multiply-accumulates for one example, by torch's own counter.
+
+    It knows products and convolutions, not the fused kernels for attention on a CPU: those are switched off.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            call(model, batch)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return int(counter.get_total_flops()) // 2 // examples
+
+
+def _agreement(params: int, counted_params: int, macs: int, counted_macs: int) -> str:
+    differences = [
+        f"{what} {counted:,}"
+        for what, told, counted in (("parameters", params, counted_params), ("MACs", macs, counted_macs))
+        if told != counted
+    ]
+    return ", ".join(differences) or "equal"
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as plain dictionaries."""
+    return [asdict(row) for row in rows]
+
+
+def write(rows: Sequence[Row], path: Path, keep: float = 0.5) -> Path:
+    """Write the report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_markdown(rows, keep), encoding="utf-8")
+    return path
+
+
+def as_markdown(rows: Sequence[Row], keep: float = 0.5) -> str:
+    """A summary, then a table for every group."""
+    groups = list(dict.fromkeys(row.group for row in rows))
+    sections = [f"## {group}\n\n{_table(_COLUMNS, [r for r in rows if r.group == group])}" for group in groups]
+    return "\n\n".join(["# Coverage", _ABOUT.format(keep=keep), summary(rows), *sections]) + "\n"
+
+
+_ABOUT = """\
+Made by `make zoo`. Every network is small or shrunk, randomly initialised and made lively (no constant biases or scales),
+surveyed with `ispasp.survey` and pruned with `ispasp.apply_` at keep {keep}. The error is that of the pruned network's
+output against the dense network's with the same units masked where they are read, relative, in float32. Parameters and
+MACs (for one example) are what `survey.cost(plan)` tells; "recounted" compares them with the pruned network's own
+parameters and with torch's flop counter on it. Seconds are those of survey and surgery with verification, on one core."""
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many networks of each group became smaller and equal masking, and the worst error."""
+    groups = [row.group for row in rows]
+    counts = [(group, [r for r in rows if r.group == group]) for group in dict.fromkeys(groups)]
+    if len(counts) > 1:
+        counts.append(("all", list(rows)))
+    columns: list[_Column[tuple[str, list[Row]]]] = [
+        ("group", lambda c: c[0]),
+        ("networks", lambda c: str(len(c[1]))),
+        ("smaller, equal to masking", lambda c: str(_number(c[1], "smaller"))),
+        ("nothing to remove, with the reason", lambda c: str(_number(c[1], "nothing to remove"))),
+        ("failed", lambda c: str(_number(c[1], "failed"))),
+        ("worst error", lambda c: _error(max((r.error for r in c[1] if r.error is not None), default=None))),
+        ("costs equal recounting", lambda c: str(sum(r.recounted == "equal" for r in c[1]))),
+        ("median seconds", lambda c: _median([r.seconds for r in c[1] if r.seconds is not None])),
+    ]
+    return _table(columns, counts)
+
+
+def _number(rows: Sequence[Row], outcome: str) -> int:
+    return sum(row.outcome == outcome for row in rows)
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{sorted(values)[len(values) // 2]:.1f}" if values else ""
+
+
+def _change(before: int | None, after: int | None) -> str:
+    return "" if before is None or after is None else f"{_short(before)} → {_short(after)}"
+
+
+def _short(number: int) -> str:
+    """Three digits and a unit: 25557032 is 25.6 M."""
+    power = 0 if number < 1000 else min(int(math.log10(number)) // 3, 3)
+    value = number / 1000**power
+    return f"{value:.3g} {' kMG'[power]}".strip() if value < 999.5 else f"{value:.0f} {' kMG'[power]}".strip()
+
+
+def _remark(row: Row) -> str:
+    text = row.remark if row.outcome == "smaller" or not row.remark else f"**{row.outcome}**: {row.remark}"
+    text = text if len(text) <= _LONGEST_REMARK else text[: _LONGEST_REMARK - 1] + "…"
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+_Column = tuple[str, Callable[["_Item"], str]]
