@@ -33,3 +33,7 @@ class SurgeryError(IspaspError, RuntimeError):
 
 class SaveError(IspaspError, OSError):
     """A folder cannot be written or read."""
+
+
+class ExportError(IspaspError, RuntimeError):
+    """A model could not be exported, or the exported one does not compute the same."""

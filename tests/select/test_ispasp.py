@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from ispasp import ISpaSP, TopK, i_spasp, reference, select_units
+from ispasp.calibrate import measure
 from ispasp.select.coupling import activation, couplings
-from ispasp.types import LinearConsumer, Selection, Statistics
+from ispasp.types import ConvConsumer, LinearConsumer, Selection, Statistics
+from ispasp.types.geometry import Geometry
 from support.problems import Problem, problems
 
 
@@ -40,6 +42,16 @@ def test_same_sets_as_the_paper_with_a_new_minibatch_per_iteration(
     expected = reference.algorithm2([[H] for H in Hs], problem.layers, s=s, channels_per_unit=problem.channels_per_unit)
     selection = i_spasp([problem.statistics(H) for H in Hs], s, iterations=T)
     assert [list(step.kept) for step in selection.steps] == expected
+    assert selection.start == i_spasp(problem.statistics(Hs[0]), s).start  # residuals refer to the first
+
+
+@given(problems(), st.integers(1, 12), st.integers(1, 3))
+def test_minibatches_come_round_again(problem: Problem, s: int, parts: int) -> None:
+    s, T = min(s, problem.units), 7
+    Hs = [problem.data(2, part=t % parts) for t in range(T)]
+    expected = reference.algorithm2([[H] for H in Hs], problem.layers, s=s, channels_per_unit=problem.channels_per_unit)
+    selection = i_spasp([problem.statistics(H) for H in Hs[:parts]], s, iterations=T)
+    assert sets_of(selection, T) == expected
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 9), st.integers(1, 20), st.integers(0, 10**6))
@@ -79,33 +91,39 @@ def test_statistics_add(problem: Problem, parts: int) -> None:
 def test_a_convolution_called_with_two_sizes() -> None:
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(6, 4, 3, padding=1, stride=2, dtype=torch.float64)
-    A = select_consumer(conv)
+    A = ConvConsumer(conv.weight, geometry=Geometry(conv.stride, conv.padding))
     Hs = [torch.rand(3, 6, 8, 8, dtype=torch.float64), torch.rand(2, 6, 5, 7, dtype=torch.float64)]
-    from ispasp.calibrate import measure
-
     statistics = Statistics(6, (measure(A, Hs[0]) + measure(A, Hs[1]),))
     assert set(statistics.readings[0].moment.maps) == {(8, 8), (5, 7)}
+    assert_close(activation(statistics), sum(H.sum((0, 2, 3)) for H in Hs))
     assert sets_of(i_spasp(statistics, 2), 6) == reference.algorithm2([Hs] * 6, [conv], s=2)
 
 
-def select_consumer(conv: torch.nn.Conv2d):
-    from ispasp.types import ConvConsumer
-    from ispasp.types.geometry import Geometry
+@given(problems(), st.integers(1, 4))
+def test_activation_sums_over_data_positions_channels_and_consumers(problem: Problem, batch: int) -> None:
+    H = problem.data(batch)
+    total = H.transpose(0, 1).reshape(problem.units, -1).sum(1)
+    assert_close(activation(problem.statistics(H)), len(problem.consumers) * total, rtol=1e-9, atol=1e-9)
 
-    return ConvConsumer(conv.weight.detach(), geometry=Geometry(conv.stride, conv.padding))
 
-
-def test_channels_outside_the_hidden_dimension_do_not_count() -> None:
-    torch.manual_seed(0)
-    W, H = torch.randn(5, 7, dtype=torch.float64), torch.rand(20, 7, dtype=torch.float64)
-    inside = [1, 2, 5, 6]
-    unit_of = torch.full((7,), -1)
-    unit_of[inside] = torch.arange(4)
-    whole = select_units(LinearConsumer(W, units=unit_of), H, keep=1)
-    alone = select_units(W[:, inside], H[:, inside], keep=1)
-    assert whole.kept == alone.kept
-    assert_close(whole.residuals, alone.residuals)
-    assert_close(whole.moment_residuals, alone.moment_residuals)
+@given(st.lists(st.booleans(), min_size=2, max_size=12).filter(any), st.booleans(), st.integers(0, 10**6))
+def test_channels_outside_the_hidden_dimension_do_not_count(inside: list[bool], conv: bool, seed: int) -> None:
+    g, mine = torch.Generator().manual_seed(seed), torch.tensor(inside)
+    kernel, size = ((3,), (5,)) if conv else ((), ())
+    W = torch.randn(4, len(inside), *kernel, generator=g, dtype=torch.float64)
+    H = torch.rand(6, len(inside), *size, generator=g, dtype=torch.float64)
+    units = torch.where(mine, mine.cumsum(0) - 1, -1)
+    consumer = ConvConsumer if conv else LinearConsumer
+    whole, alone = consumer(W, units=units), consumer(W[:, mine])
+    n, needs = alone.channels, ("moment", "magnitude", "gram")
+    ours, theirs = (Statistics(n, (measure(A, X, needs),)) for A, X in ((whole, H), (alone, H[:, mine])))
+    for s in range(1, n + 1):
+        assert TopK().select(ours, s).kept == TopK().select(theirs, s).kept
+        a, b = i_spasp(ours, s), i_spasp(theirs, s)
+        assert [step.kept for step in a.steps] == [step.kept for step in b.steps]
+        assert_close(a.residuals, b.residuals, rtol=1e-6, atol=1e-6)
+        assert_close(a.moment_residuals, b.moment_residuals, rtol=1e-6, atol=1e-6)
+        assert_close(select_units(whole, H, s).residuals, a.residuals, rtol=1e-6, atol=1e-6)
 
 
 def test_equal_units_go_by_index() -> None:
@@ -116,13 +134,53 @@ def test_equal_units_go_by_index() -> None:
     assert select_units(W, H, keep=3, method="topk").kept == (0, 1, 2)
 
 
+@pytest.mark.parametrize("method", ["ispasp", "topk"])
+def test_the_order_of_summation_decides_nothing_but_a_billionth_does(method: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    same = torch.rand(99, generator=g, dtype=torch.float64)
+    H = torch.stack([same[torch.randperm(99, generator=g)] for _ in range(10)], dim=1)  # equal sums, other last bits
+    assert len(set(H.sum(0).tolist())) > 1
+    W = torch.ones(3, 10, dtype=torch.float64)
+    assert select_units(W, H, keep=3, method=method).kept == (0, 1, 2)
+    H[0, 4] += 1e-9
+    assert select_units(W, H, keep=3, method=method).kept == (0, 1, 4)
+
+
+def test_rounding_noise_in_the_residual_decides_nothing() -> None:
+    # Once unit 1 is kept, nothing is left to explain: units 2 and 3 cancel, exactly in tenths, to 6e-17 in binary.
+    W = torch.tensor([[0.0, 1, 0, 0, 1], [0, 0, 1, 1, 1]], dtype=torch.float64)
+    H = torch.tensor([[50.0, 10, 1, -3, 0], [0, 0, 2, 0, 0]], dtype=torch.float64)
+    assert float((H / 10).sum(0)[2:4].sum()) != 0.0
+    for data in (H, H / 10):
+        found = sets_of(select_units(W, data, 1), 4)
+        assert found == [[1], [0], [0], [0]] == reference.algorithm1(data.T, W, s=1, T=4)
+
+
 @given(problems(), st.integers(1, 12))
 def test_early_stop_changes_nothing(problem: Problem, s: int) -> None:
     s, statistics = min(s, problem.units), problem.statistics(problem.data(3))
     selection = i_spasp(statistics, s, iterations=50)
     assert selection.converged
     assert selection.iterations < 50
-    assert i_spasp([statistics, statistics], s, iterations=50).kept == selection.kept  # never stops early
+    never_early = i_spasp([statistics, statistics], s, iterations=50)
+    assert never_early.kept == selection.kept
+    assert (never_early.iterations, never_early.converged) == (50, False)  # another batch could change the set
+
+
+@given(problems(), st.integers(1, 12), st.integers(1, 3))
+def test_converged_means_that_a_further_iteration_changes_nothing(problem: Problem, s: int, T: int) -> None:
+    s, statistics = min(s, problem.units), problem.statistics(problem.data(3))
+    selection, further = (i_spasp(statistics, s, iterations=t) for t in (T, T + 1))
+    assert selection.converged or selection.iterations == T
+    assert selection.converged or 2 * s < problem.units  # all units are candidates: Top-K at once
+    assert not selection.converged or further.kept == selection.kept
+
+
+def test_the_selector_hands_its_options_on() -> None:
+    H, W = torch.rand(5, 6), torch.eye(6)
+    assert select_units(W, H, 1, ISpaSP(iterations=1)).iterations == 1
+    assert not select_units(W, H, 1, ISpaSP(iterations=1)).converged
+    assert select_units(W, H, 1, ISpaSP(iterations=2)).iterations == 2
 
 
 @given(problems(), st.integers(1, 12))
@@ -149,8 +207,14 @@ def test_magnitude_rank_sees_negative_activations() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_activations_are_summed_in_float64(dtype: torch.dtype) -> None:
+def test_low_precision_layers_are_pruned_like_their_values_in_float64(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     H, W = torch.rand(4096, 16).to(dtype), torch.randn(4, 16).to(dtype)
-    selection = select_units(W, H, keep=4)
-    assert selection.kept == select_units(W.double(), H.double(), keep=4).kept
+    assert select_units(W, H, keep=4) == select_units(W.double(), H.double(), keep=4)
+
+
+@given(problems(), st.integers(1, 12))
+def test_magnitude_rank_does_not_see_the_sign(problem: Problem, s: int) -> None:
+    s, H = min(s, problem.units), problem.data(3)
+    here, there = (i_spasp(problem.statistics(X), s, rank="magnitude").kept for X in (H, -H))
+    assert here == there

@@ -617,7 +617,7 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ys = [match(branch(x)) for branch, match in zip(self.branches, self.match, strict=True)]
         ys = [y if y.shape[2:] == x.shape[2:] else F.interpolate(y, size=x.shape[2:]) for y in ys]
-        return sum(ys) / 2 if self.add else torch.cat(ys, dim=1)[:, :24]
+        return sum(ys) / 2 if self.add else torch.cat(ys, dim=1)
 
 
 @block("image", nested=True)

@@ -12,7 +12,7 @@ from ispasp.calibrate import measure
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Statistics
 from ispasp.types.geometry import Geometry
 
-KINDS = ("linear", "tokens", "heads", "conv", "transposed", "two", "batchnorm")
+KINDS = ("linear", "tokens", "heads", "scaled", "conv", "transposed", "two", "batchnorm")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ def problems(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Problem:
     seed = draw(st.integers(0, 10**6))
     signed = draw(st.booleans())
     torch.manual_seed(seed)
+    if kind == "scaled":
+        units, outputs = draw(st.integers(1, 12)), draw(st.integers(1, 8))
+        layer = nn.Linear(units, outputs, dtype=torch.float64)
+        norm = _trained_batchnorm(outputs, 1).eval()
+        A = LinearConsumer(layer.weight.detach(), scale=_scale(norm))
+        return Problem([A], [nn.Sequential(layer, norm)], 1, units, (units,), seed, signed)
     if kind in ("linear", "tokens", "heads"):
         per_unit = draw(st.integers(2, 4)) if kind == "heads" else 1
         units = draw(st.integers(1, 12))
@@ -72,8 +78,7 @@ def problems(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Problem:
     if kind == "batchnorm":
         norm = _trained_batchnorm(conv.out_channels, len(size)).eval()
         layers = [nn.Sequential(conv, norm)]
-        scale = (norm.weight / torch.sqrt(norm.running_var + norm.eps)).detach()
-        consumers = [ConvConsumer(A.weight, scale=scale, geometry=A.geometry)]
+        consumers = [ConvConsumer(A.weight, scale=_scale(norm), geometry=A.geometry)]
     return Problem(consumers, layers, 1, conv.in_channels, (conv.in_channels, *size), seed, signed)
 
 
@@ -94,8 +99,8 @@ def convolutions(draw: st.DrawFn, transposed: bool = False) -> tuple[nn.Module, 
     else:
         cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
         mode = draw(st.sampled_from(("zeros", "zeros", "reflect", "replicate", "circular")))
-        if draw(st.booleans()) and set(stride) == {1} and mode == "zeros":
-            padding = "same"
+        if draw(st.booleans()) and mode == "zeros":
+            padding = "same" if set(stride) == {1} else "valid"
         if mode == "circular":  # torch refuses to wrap around more than once
             padding = tuple(min(p, n) for p, n in zip(padding, size, strict=True))
         if mode == "reflect":
@@ -103,6 +108,10 @@ def convolutions(draw: st.DrawFn, transposed: bool = False) -> tuple[nn.Module, 
         conv = cls(channels, outputs, kernel, stride, padding, dilation, groups, True, mode, dtype=torch.float64)
         geometry = Geometry(stride, padding, dilation, groups, padding_mode=mode)
     return conv, ConvConsumer(conv.weight.detach(), geometry=geometry), size
+
+
+def _scale(norm: nn.Module) -> Tensor:
+    return (norm.weight / torch.sqrt(norm.running_var + norm.eps)).detach()
 
 
 def _trained_batchnorm(channels: int, axes: int) -> nn.Module:

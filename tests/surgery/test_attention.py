@@ -255,6 +255,13 @@ def test_the_same_parameters_under_the_same_names(kind: str) -> None:
     assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in parameters}
 
 
+def test_a_compiled_module_is_not_called_in_place_of_the_slim_one() -> None:
+    module = attention()
+    module.compile(backend="eager")
+    cut_(module, [0, 2], 4)
+    assert slim(module, 2)._compiled_call_impl is None
+
+
 def test_heads_can_be_removed_again() -> None:
     module = attention()
     once = slimmed(module, [0, 1, 3])
@@ -389,6 +396,9 @@ def test_nested_cross_attention(need_weights: bool) -> None:
         assert_close(y, expected)
         if weights is not None:
             assert_close(weights[i, : alone.shape[0], : alone.shape[1]], alone)
+    query = torch.nested.as_nested_tensor(parts[0])
+    with pytest.raises(InputError, match=r"\[True, False, False\].*nested tensors need all three"):
+        small(query, parts[1][0], parts[2][0])
 
 
 def test_autocast() -> None:
@@ -440,7 +450,6 @@ def test_a_module_that_does_not_fit_is_refused(module: nn.MultiheadAttention, he
         ({"query": torch.zeros(4, 1, 12).double()}, "do not go together with batch_first=False"),
         ({"value": torch.zeros(4, 2, 12).double()}, "one value for each key"),
         ({"query": torch.zeros(4, 12).double()}, "do not go together"),
-        ({"key": torch.nested.nested_tensor([torch.zeros(5, 12)] * 2)}, "nested tensors need all three"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused(change: dict[str, Any], says: str) -> None:

@@ -53,7 +53,7 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
 def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
     if not isinstance(consumer, Consumer):
         raise InputError(f"the consumer is a {type(consumer).__name__}: pass a LinearConsumer or a ConvConsumer")
-    checked_tensor("the activations", H)
+    checked_tensor("H", H)
     if isinstance(needs, str) or not isinstance(needs, Collection):
         raise InputError(f"needs={needs!r}: pass a list of statistics, such as ['moment']")
     unknown = set(needs) - set(STATISTICS)

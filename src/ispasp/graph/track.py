@@ -21,7 +21,7 @@ _INLINED = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register what these ATen overloads do to axes.
+    """Register what these ATen overloads do to axes; ops of optional packages are given by name.
 
     A rule is called as rule(tracker, node, **arguments): the arguments by their names in the op's schema (`self` is
     called `x`), tensors as `Value`s. It returns a Value, a list of them, or None for what is no tensor.
@@ -91,7 +91,7 @@ class Tracker:
             return self._inline(module, node)
         if name in _SILENT or not _makes_tensors(node.meta.get("val")):
             return None
-        known = RULES.get(node.target)
+        known = RULES.get(node.target) or RULES.get(str(node.target))
         if known is None:
             return self._no_rule(node)
         value = known(self, node, **self._arguments(node))

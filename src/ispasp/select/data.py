@@ -64,7 +64,8 @@ def _with_residual(step: Step, As: Sequence[Consumer], Hs: Sequence[Tensor]) -> 
     total = 0.0
     for A, H in zip(As, Hs, strict=True):
         unit_of = A.unit_of()
-        removed = (unit_of >= 0) & ~torch.isin(unit_of, torch.tensor(step.kept, dtype=unit_of.dtype, device=unit_of.device))
+        kept = torch.tensor(step.kept, dtype=unit_of.dtype, device=unit_of.device)
+        removed = (unit_of >= 0) & ~torch.isin(unit_of, kept)
         axes = (1,) * len(A.kernel) if isinstance(A, ConvConsumer) else ()
         V = A(H.detach().double() * removed.double().reshape(-1, *axes))
         total += float(V.square().sum())

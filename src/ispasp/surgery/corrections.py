@@ -7,6 +7,7 @@ its hidden dimensions is a candidate; the smallest set of corrections with which
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, islice, takewhile
 
@@ -19,7 +20,8 @@ from ispasp.types.plan import Attribute, Structure
 
 _MOST_TRIES = 300
 _MOST_FRAMES = 6
-_MOST_PASSES = 40
+_MOST_PASSES = 60
+_LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends on names, never their verdict
 
 
 def search(
@@ -27,7 +29,7 @@ def search(
 ) -> tuple[Attribute, ...]:
     """Corrections with which the failing module runs, looking outwards from where it failed; empty if none are found."""
     for frame in list(reversed(failure.stack))[:_MOST_FRAMES]:
-        if _is_builtin(frame.module):
+        if is_builtin(frame.module):
             continue
         options = _options(frame.path, frame.module, structure, kept)
         allowed = _allowed(structure, kept)
@@ -79,7 +81,8 @@ def _pattern(correction: Attribute) -> tuple[tuple[bool, ...], ...]:
     return tuple(tuple(name is not None for name, _ in segment) for segment in correction.extent)
 
 
-def _is_builtin(module: nn.Module) -> bool:
+def is_builtin(module: nn.Module) -> bool:
+    """Whether this is a layer of torch.nn, which takes its sizes from its tensors."""
     return type(module).__module__.startswith("torch.nn") and not list(module.children())
 
 
@@ -90,7 +93,8 @@ def _options(path: str, module: nn.Module, structure: Structure, kept: Kept) -> 
         known = sizes.setdefault(full_length(extent), [])
         if all(kept_length(extent, kept) != kept_length(other, kept) for other in known):
             known.append(extent)
-    return [Attribute(path, name, e) for name, value in attributes.numbers(module) for e in sizes.get(value, ())]
+    found = [Attribute(path, name, e) for name, value in attributes.numbers(module) for e in sizes.get(value, ())]
+    return sorted(found, key=lambda option: (not _LIKELY.search(option.name), "." in option.name))
 
 
 def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:

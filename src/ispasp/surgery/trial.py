@@ -16,7 +16,7 @@ from ispasp.errors import PlanError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
 from ispasp.surgery.attempt import Failure, Shape, attempt, shapes_of
-from ispasp.surgery.corrections import alike, candidates, common_path, search
+from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.remove import Undo, remove_
 from ispasp.surgery.verify import relative_error, tolerance
@@ -53,12 +53,16 @@ class Trial:
             self._correct_difference(names, error)
 
     def _half(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """A random half of the units of each dimension; one more here and there, so that sizes differ."""
+        """A random half of the units of each dimension; a few more here and there, so that sizes differ.
+
+        Larger dimensions stay multiples of four, as some kernels want aligned rows.
+        """
         generator = torch.Generator().manual_seed(0)
         kept = {}
         for number, name in enumerate(names):
             units = self.structure.units[name]
-            count = max(1, min(units - 1, units // 2 + number % 2))
+            step = 4 if units >= 16 else 1
+            count = max(1, min(units - 1, units // 2 // step * step + number % 2 * step))
             kept[name] = tuple(sorted(torch.randperm(units, generator=generator)[:count].tolist()))
         return kept
 
@@ -99,12 +103,14 @@ class Trial:
         """Refuse the dimensions of the innermost module that has any and fails with them alone, and of its class."""
         text = (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
         for frame in reversed(failure.stack):
+            if is_builtin(frame.module):
+                continue
             inside = [name for name in names if self._is_inside(name, frame.path)]
             guilty = inside if len(inside) < 2 else [n for n in inside if isinstance(self._try([n]), Failure)]
             if not guilty:
                 continue
             cls = type(frame.module)
-            if len(guilty) == len(inside) and frame.path:  # all that this class holds fails: so will it elsewhere
+            if len(guilty) == len(inside) and not cls.__module__.startswith("torch.nn"):  # all that this class holds fails: so will it elsewhere
                 paths = [path for path, module in self.model.named_modules() if type(module) is cls]
                 guilty = [name for name in names if any(self._is_inside(name, path) for path in paths)]
             where = f"{frame.path or 'the model'} ({cls.__name__})"

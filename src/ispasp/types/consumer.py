@@ -45,8 +45,9 @@ class Consumer(ABC):
 
     def _checked_units(self, given: Tensor) -> Tensor:
         units, ask = checked_tensor("units", given), "pass one unit index per input channel, -1 for channels outside"
-        if tuple(units.shape) != (self.channels,):
-            raise InputError(f"units has shape {tuple(units.shape)}, the consumer reads {self.channels} channels: {ask}")
+        shape = tuple(units.shape)
+        if shape != (self.channels,):
+            raise InputError(f"units has shape {shape}, the consumer reads {self.channels} channels: {ask}")
         if units.is_floating_point() or units.dtype == torch.bool:
             raise InputError(f"units is {units.dtype}, an index is an integer: {ask}, as int64")
         if int(units.min()) < -1 or int(units.max()) < 0:

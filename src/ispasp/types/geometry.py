@@ -57,7 +57,9 @@ class Geometry:
                 "padding with zeros only"
             )
         if not self.transposed and any(self.output_padding):
-            raise InputError(f"output_padding={self.output_padding}: only a transposed convolution has one; leave it out")
+            raise InputError(
+                f"output_padding={self.output_padding}: only a transposed convolution has it; leave it out"
+            )
 
     def _check_values(self, name: str, least: int) -> None:
         values = getattr(self, name)
@@ -151,7 +153,8 @@ class Geometry:
     def apply(self, H: Tensor, weight: Tensor) -> Tensor:
         """The convolution itself, by torch. H (batch, channels, *size) -> (batch, outputs, *output size)
 
-        >>> Geometry(padding=(1,), padding_mode="circular").apply(torch.tensor([[[1.0, 2.0, 4.0]]]), torch.ones(1, 1, 3))
+        >>> H, W = torch.tensor([[[1.0, 2.0, 4.0]]]), torch.ones(1, 1, 3)
+        >>> Geometry(padding=(1,), padding_mode="circular").apply(H, W)
         tensor([[[7., 7., 7.]]])
         """
         axes = weight.ndim - 2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -86,6 +85,7 @@ def run(
 def _start() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    survey(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))  # the first export imports for seconds
 
 
 @cache
@@ -205,65 +205,90 @@ def write(rows: Sequence[Row], path: Path, keep: float = 0.5) -> Path:
 
 def as_markdown(rows: Sequence[Row], keep: float = 0.5) -> str:
     """A summary, then a table for every group."""
-    groups = list(dict.fromkeys(row.group for row in rows))
-    sections = [f"## {group}\n\n{_table(_COLUMNS, [r for r in rows if r.group == group])}" for group in groups]
-    return "\n\n".join(["# Coverage", _ABOUT.format(keep=keep), summary(rows), *sections]) + "\n"
+    parts = ["# Coverage", _ABOUT.format(keep=keep), summary(rows)]
+    for group, members in _grouped(rows).items():
+        parts += [f"## {group}", _table(_TITLES, [_cells(row) for row in members])]
+    return "\n\n".join(parts) + "\n"
 
 
 _ABOUT = """\
-Made by `make zoo`. Every network is small or shrunk, randomly initialised and made lively (no constant biases or scales),
+Made by `make zoo`. Every network is small or shrunk, randomly initialised and enlivened (no constant biases or scales),
 surveyed with `ispasp.survey` and pruned with `ispasp.apply_` at keep {keep}. The error is that of the pruned network's
 output against the dense network's with the same units masked where they are read, relative, in float32. Parameters and
 MACs (for one example) are what `survey.cost(plan)` tells; "recounted" compares them with the pruned network's own
-parameters and with torch's flop counter on it. Seconds are those of survey and surgery with verification, on one core."""
+parameters and with torch's flop counter on it. Seconds are those of survey and surgery with verification, one core each,
+two networks at a time."""
+
+_TITLES = (
+    *("model", "hidden dimensions", "kinds", "parameters", "MACs", "error", "recounted", "seconds", "remark"),
+)  # fmt: skip
 
 
 def summary(rows: Sequence[Row]) -> str:
     """How many networks of each group became smaller and equal masking, and the worst error."""
-    groups = [row.group for row in rows]
-    counts = [(group, [r for r in rows if r.group == group]) for group in dict.fromkeys(groups)]
-    if len(counts) > 1:
-        counts.append(("all", list(rows)))
-    columns: list[_Column[tuple[str, list[Row]]]] = [
-        ("group", lambda c: c[0]),
-        ("networks", lambda c: str(len(c[1]))),
-        ("smaller, equal to masking", lambda c: str(_number(c[1], "smaller"))),
-        ("nothing to remove, with the reason", lambda c: str(_number(c[1], "nothing to remove"))),
-        ("failed", lambda c: str(_number(c[1], "failed"))),
-        ("worst error", lambda c: _error(max((r.error for r in c[1] if r.error is not None), default=None))),
-        ("costs equal recounting", lambda c: str(sum(r.recounted == "equal" for r in c[1]))),
-        ("median seconds", lambda c: _median([r.seconds for r in c[1] if r.seconds is not None])),
+    groups = _grouped(rows)
+    lines = [_total(group, members) for group, members in groups.items()]
+    if len(groups) > 1:
+        lines.append(_total("all", rows))
+    titles = ("group", "networks", "smaller and equal to masking", "nothing to remove", "failed", "worst error")
+    return _table((*titles, "costs equal recounting", "median seconds"), lines)
+
+
+def _grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {group: [row for row in rows if row.group == group] for group in dict.fromkeys(row.group for row in rows)}
+
+
+def _total(group: str, rows: Sequence[Row]) -> list[str]:
+    outcomes = Counter(row.outcome for row in rows)
+    errors = [row.error for row in rows if row.error is not None]
+    seconds = sorted(row.seconds for row in rows if row.seconds is not None)
+    return [
+        group,
+        str(len(rows)),
+        *(str(outcomes[outcome]) for outcome in ("smaller", "nothing to remove", "failed")),
+        f"{max(errors):.0e}" if errors else "",
+        f"{sum(row.recounted == 'equal' for row in rows)} of {len(errors)}",
+        f"{seconds[len(seconds) // 2]:.1f}" if seconds else "",
     ]
-    return _table(columns, counts)
 
 
-def _number(rows: Sequence[Row], outcome: str) -> int:
-    return sum(row.outcome == outcome for row in rows)
-
-
-def _error(value: float | None) -> str:
-    return "" if value is None else "0" if value == 0 else f"{value:.0e}"
-
-
-def _median(values: Sequence[float]) -> str:
-    return f"{sorted(values)[len(values) // 2]:.1f}" if values else ""
+def _cells(row: Row) -> list[str]:
+    remark = row.remark if row.outcome == "smaller" else f"**{row.outcome}**: {row.remark}"
+    return [
+        row.name.partition("/")[2],
+        str(row.dimensions),
+        row.kinds,
+        _change(row.dense_params, row.params),
+        _change(row.dense_macs, row.macs),
+        "" if row.error is None else f"{row.error:.0e}",
+        row.recounted,
+        "" if row.seconds is None else f"{row.seconds:.1f}",
+        remark if len(remark) <= _LONGEST_REMARK else remark[: _LONGEST_REMARK - 1] + "…",
+    ]
 
 
 def _change(before: int | None, after: int | None) -> str:
     return "" if before is None or after is None else f"{_short(before)} → {_short(after)}"
 
 
-def _short(number: int) -> str:
-    """Three digits and a unit: 25557032 is 25.6 M."""
-    power = 0 if number < 1000 else min(int(math.log10(number)) // 3, 3)
-    value = number / 1000**power
-    return f"{value:.3g} {' kMG'[power]}".strip() if value < 999.5 else f"{value:.0f} {' kMG'[power]}".strip()
+def _short(number: float) -> str:
+    """Three digits and a unit.
+
+    >>> _short(25557032), _short(999), _short(4100)
+    ('25.6 M', '999', '4.1 k')
+    """
+    for unit in ("", " k", " M"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} G"
 
 
-def _remark(row: Row) -> str:
-    text = row.remark if row.outcome == "smaller" or not row.remark else f"**{row.outcome}**: {row.remark}"
-    text = text if len(text) <= _LONGEST_REMARK else text[: _LONGEST_REMARK - 1] + "…"
-    return text.replace("|", "\\|").replace("<", "&lt;")
+def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rows = [titles, ["---"] * len(titles), *([_escaped(cell) for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-_Column = tuple[str, Callable[["_Item"], str]]
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

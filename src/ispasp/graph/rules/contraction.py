@@ -179,6 +179,16 @@ def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path:
     return Value(tuple(letters[letter] for letter in right), made_of)
 
 
+@rule("transformers.grouped_mm_fallback.default", *overloads(["_grouped_mm"]))
+def grouped_product(t: Tracker, node: fx.Node, **operands: Any) -> Value:
+    """Rows (T, K) times the matrix (E, K, N) of the expert that each row was sent to: (T, N)."""
+    (name, rows), (_, weight) = [(key, value) for key, value in operands.items() if isinstance(value, Value)][:2]
+    t.freeze(node, weight, [0], "counts experts")
+    _product(t, node, ("self" if name == "x" else name, rows), ("weight", weight), -1, -2, "linear")
+    t.multiplies(node, [*rows.axes, weight.axes[-1]])
+    return Value((*rows.axes[:-1], weight.axes[-1]))
+
+
 @rule(*overloads(["scaled_dot_product_attention"]))
 def attention(
     t: Tracker,

@@ -1,0 +1,176 @@
+"""`ispasp.export_onnx`: export a model to ONNX, and see that onnxruntime computes the same."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ispasp.errors import ExportError, InputError, IspaspError, MissingExtraError
+from ispasp.graph.trace import Batch, call_arguments, evaluating
+from ispasp.surgery.masking import tensors_in
+from ispasp.surgery.verify import output_of, relative_error
+
+_LIMIT = 2**31 - 2**20  # protobuf ends at 2 GiB: weights beyond that go to a file beside the model
+
+
+def export_onnx(
+    model: nn.Module,
+    batch: Batch,
+    path: str | os.PathLike[str],
+    *,
+    opset: int | None = None,
+    tolerance: float = 1e-4,
+) -> float:
+    """Write the model as ONNX and return the relative error of onnxruntime's output against torch's.
+
+    `batch` is one example call, as for `survey`. The first axis of its tensors becomes the dynamic axis "batch" if the
+    file then also agrees with torch on the batch put twice; otherwise the export is for the batch's own shapes.
+    The model runs in eval mode, as it will in onnxruntime, and its own mode is restored. Weights lie inside the file,
+    from 2 GiB on beside it in `<path>.data`. Where the error exceeds `tolerance` nothing is written and `ExportError`
+    is raised; float16 needs about `tolerance=1e-2`.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_onnx(nn.Linear(4, 2), torch.ones(3, 4), f"{folder}/model.onnx") < 1e-4
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    if not tolerance >= 0:
+        raise InputError(f"tolerance={tolerance}: pass a relative error >= 0, such as 1e-4")
+    _require("onnx", "onnxscript", "onnxruntime")
+    path = Path(path)
+    batch = _in_order(model, batch)
+    twice = _doubled(batch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".ispasp-", dir=path.parent) as fresh, _quiet():
+            made = Path(fresh) / path.name
+            error = None if twice is None else _try_dynamic(model, batch, twice, made, opset, tolerance)
+            if error is None:
+                error = _export(model, batch, made, opset, None, [batch])
+            if not error <= tolerance:
+                raise ExportError(
+                    f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}; nothing was "
+                    f"written: export in float32 (model.float()), try another opset, or pass a higher tolerance"
+                )
+            for file in Path(fresh).iterdir():  # the model, and its .data beyond 2 GiB
+                file.replace(path.parent / file.name)
+    except IspaspError:
+        raise
+    except Exception as problem:
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise ExportError(
+            f"cannot export {type(model).__name__} to {path}: {reason[:300]}. Check that model(batch) runs and "
+            "torch.export takes it; try another opset, or model.float()"
+        ) from problem
+    return error
+
+
+def _require(*names: str) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise MissingExtraError(f"exporting to ONNX needs {name}: pip install 'ispasp[onnx]'") from error
+
+
+def _in_order(model: nn.Module, batch: Batch) -> Batch:
+    """Named inputs in the order of the forward: so does the exporter put them."""
+    if not isinstance(batch, Mapping):
+        return batch
+    order = list(inspect.signature(model.forward).parameters)
+    return dict(sorted(batch.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _rows(batch: Batch) -> int | None:
+    """Size of the batch axis: the first axis of the first tensor that has one."""
+    return next((t.shape[0] for t in tensors_in(call_arguments(batch)) if t.ndim and t.shape[0]), None)
+
+
+def _batched(leaf: Any, rows: int | None) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+
+
+def _doubled(batch: Batch) -> Batch:
+    """The batch put twice along its batch axis, or None if it has none."""
+    rows = _rows(batch)
+    if rows is None:
+        return None
+    return pytree.tree_map(lambda leaf: torch.cat([leaf, leaf]) if _batched(leaf, rows) else leaf, batch)
+
+
+def _try_dynamic(
+    model: nn.Module, batch: Batch, twice: Batch, path: Path, opset: int | None, tolerance: float
+) -> float | None:
+    """The error with a dynamic batch axis; None, and no file, if the model does not work so."""
+    rows = _rows(twice)  # exported with the doubled batch: torch.export takes a size of 1 for a constant
+    args, kwargs = pytree.tree_map(lambda leaf: {0: "batch"} if _batched(leaf, rows) else None, call_arguments(twice))
+    try:
+        error = _export(model, twice, path, opset, kwargs or args, [batch, twice])
+    except Exception:
+        error = float("inf")
+    if error <= tolerance:
+        return error
+    for file in path.parent.iterdir():
+        file.unlink()
+    return None
+
+
+def _export(
+    model: nn.Module, batch: Batch, path: Path, opset: int | None, dynamic_shapes: Any, checked: list[Batch]
+) -> float:
+    args, kwargs = call_arguments(batch)
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        torch.onnx.export(
+            model,
+            args,
+            path,
+            kwargs=kwargs,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=dynamic_shapes,
+            external_data=size > _LIMIT,
+            verbose=False,
+        )
+    importlib.import_module("onnx.checker").check_model(str(path))
+    runtime = importlib.import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # fatal: what matters is raised
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return max(relative_error(_run(session, batch), [t.cpu() for t in output_of(model, batch)]) for batch in checked)
+
+
+def _run(session: Any, batch: Batch) -> list[Tensor]:
+    names = [known.name for known in session.get_inputs()]
+    inputs = [tensor.detach().cpu().numpy() for tensor in tensors_in(call_arguments(batch))]
+    if len(names) != len(inputs):
+        raise ExportError(
+            f"the ONNX model has inputs {names}, the batch has {len(inputs)} tensors: leave out unused ones"
+        )
+    return [torch.from_numpy(array) for array in session.run(None, dict(zip(names, inputs, strict=True)))]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings and no log lines: the exporter is talkative, and its result is checked."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
