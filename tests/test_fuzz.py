@@ -38,14 +38,14 @@ def surveyed(network: Network, scope: str) -> ispasp.Survey:
     try:
         return ispasp.survey(network.model, network.batch, scope=scope)
     except ispasp.NothingToPruneError as nothing:
-        assert_no_mismatch(str(nothing))
+        assert_no_mismatch(network, str(nothing))
         assume(False)
         raise
 
 
-def assert_no_mismatch(reasons: str) -> None:
-    """The survey tries its dimensions; one that it has to take back is a mistake of the rules."""
-    assert "does not equal masking" not in reasons, reasons
+def assert_no_mismatch(network: Network, reasons: str) -> None:
+    """The survey tries its dimensions; one that it has to take back is a mistake of the rules, or of the corrections."""
+    assert network.stubborn or "does not equal masking" not in reasons, reasons
 
 
 def random_plan(data: st.DataObject, survey: ispasp.Survey) -> ispasp.Plan:
@@ -106,8 +106,9 @@ def reading_axes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 def left(small: Tensor, dense: Tensor) -> list[Tensor]:
     """The positions of each axis of `dense` that `small` consists of, found by value."""
     values, order = dense.flatten().sort()
-    at = torch.searchsorted(values, small.flatten().contiguous()).clamp(max=len(values) - 1)
-    assert torch.equal(values[at], small.flatten()), "surgery must not change the values that stay"
+    wanted = small.flatten().contiguous()
+    at = torch.searchsorted((values[1:] + values[:-1]) / 2, wanted)  # the nearest: weight_norm is exact up to rounding
+    assert torch.allclose(values[at], wanted, rtol=1e-12, atol=1e-14), "surgery must not change the values that stay"
     where = torch.stack(torch.unravel_index(order[at], dense.shape)).view(dense.dim(), *small.shape)
     positions = []
     for axis in range(dense.dim()):
@@ -143,7 +144,7 @@ def test_removal_equals_masking(network: Network, data: st.DataObject) -> None:
     before = copy.deepcopy(model.state_dict())
     dense_output = output(model, batch)
     survey = surveyed(network, data.draw(st.sampled_from(["blocks", "all"])))
-    assert_no_mismatch("\n".join(map(str, survey.frozen)))
+    assert_no_mismatch(network, "\n".join(map(str, survey.frozen)))
     plan = random_plan(data, survey)
     pruned = ispasp.apply_(copy.deepcopy(model), ispasp.Plan.from_json(plan.to_json()), batch=batch)
 

@@ -1,4 +1,4 @@
-"""README, Makefile and CI say the same, and every Python example in the docs runs."""
+"""README, Makefile and CI say the same, the README's Python examples run, and what the docs name is there."""
 
 from __future__ import annotations
 

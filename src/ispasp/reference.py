@@ -40,6 +40,8 @@ def supp(x: Tensor, k: int, noise: float = 0.0) -> set[int]:
 def algorithm1(H: Tensor, W1: Tensor, *, s: int, T: int) -> list[list[int]]:
     """Algorithm 1 with the full data matrix: H (d_hid, B), W1 (d_out, d_hid) -> S after t = 1..T.
 
+    V = W1 H - W1[:, S] H[S]; Omega = supp(mu(W1^T V), 2s); S = the s largest of mu(H) within Omega and S.
+
     >>> algorithm1(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]), s=1, T=3)
     [[2], [2], [2]]
     """
@@ -70,6 +72,8 @@ def algorithm1_minibatch(Hs: Iterable[Tensor], W1: Tensor, *, s: int) -> list[li
 
 def importance(H: Tensor, S: set[int], layers: Iterable[Layer], channels_per_unit: int = 1) -> Tensor:
     """Algorithm 2: importance of every unit by automatic differentiation, summed over batch and positions.
+
+    y = sum of d/dH 1/2 ||layer(H) - layer(H_S)||^2, H_S held fixed.
 
     H (B, d, ...) with the channels on axis 1; `layers` are the dense layers that read H (convolution, convolution
     followed by BatchNorm, linear, ...). A unit is `channels_per_unit` consecutive channels. (units,)

@@ -1203,6 +1203,11 @@ class Network:
     model: nn.Module = field(repr=False)
     batch: Any = field(repr=False)
 
+    @property
+    def stubborn(self) -> bool:
+        """Whether sizes stand in the code of a forward, or follow from shapes in ways that suit some plans only."""
+        return bool({"literal", "halves", "chunk", "slice", "tensor_split"}.intersection(map(str, self.choices)))
+
     def __repr__(self) -> str:
         names = [getattr(c, "__name__", c) for c in self.choices]
         return f"build({self.seed}, {names!r})"

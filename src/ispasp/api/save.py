@@ -152,7 +152,7 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, Slot, bool]]:
 def _check_pruned(model: nn.Module, plan: Plan) -> None:
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise SaveError(f"{path or 'the model'} ({type(module).__name__}) has an extra state of its own, which only "
+            raise SaveError(f"{path or 'the model'} ({type(module).__name__}) has an extra state, which only "
                             "pickle could store: remove its get_extra_state, or save it yourself")  # fmt: skip
     tensors = {name: table[key] for name, (table, key), _ in _slots(model)}
     for name, tensor in tensors.items():
@@ -215,7 +215,7 @@ def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
 
 def _write_config(model: Any, plan: Plan, folder: Path) -> None:
     """The dense config of a Hugging Face model, duck-typed: transformers is not imported here."""
-    holder = nn.Module()
+    holder: Any = nn.Module()
     holder.config = copy.deepcopy(model.config)
     for attribute in plan.structure.attributes:
         if not attribute.module and attribute.name.startswith("config."):
@@ -232,7 +232,7 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 

@@ -116,8 +116,8 @@ def survey(
             frozen.append(FrozenAxis(found.name, why))
         else:
             chosen.append(found)
-    analysis.names.clear()  # type: ignore[attr-defined]
-    analysis.names.update({found.atom: found.name for found in chosen})  # type: ignore[attr-defined]
+    analysis.names.clear()
+    analysis.names.update({found.atom: found.name for found in chosen})
     structure = _structure(model, analysis, chosen)
     if check:
         trial = Trial(model, batch, analysis, structure)
@@ -126,7 +126,7 @@ def survey(
         chosen = [found for found in chosen if found.name not in trial.refused]
         for atom, name in list(analysis.names.items()):
             if name in trial.refused:
-                del analysis.names[atom]  # type: ignore[attr-defined]
+                del analysis.names[atom]
         structure = _restricted(_structure(model, analysis, chosen), trial.structure.attributes, set(trial.refused))
     if not chosen:
         raise NothingToPruneError(_nothing(model, frozen))

@@ -35,7 +35,7 @@ class Analysis:
     tensors: Mapping[str, Value]
     found: tuple[Found, ...]
     frozen: tuple[tuple[str, Reason], ...]
-    names: Mapping[Atom, str] = field(default_factory=dict)
+    names: dict[Atom, str] = field(default_factory=dict)
 
     def extent(self, axis: Axis) -> Extent:
         """An axis in the words of plans."""
@@ -52,8 +52,8 @@ def analyse(model: nn.Module, batch: Batch) -> Analysis:
     tracker = Tracker(traced, tensors)
     tracker.walk()
     _choose_factors(tracker, tensors)
-    found = _collect(tracker, model)
-    return Analysis(traced, tracker, tensors, found, _frozen(tracker, model), {item.atom: item.name for item in found})
+    found = _collect(tracker)
+    return Analysis(traced, tracker, tensors, found, _frozen(tracker, tensors), {item.atom: item.name for item in found})
 
 
 def _tensors(model: nn.Module, used: set[str]) -> dict[str, Value]:
@@ -108,7 +108,7 @@ def _paths(contraction: Contraction) -> list[str]:
     return sorted({owner(name) or name for name in contraction.parameters})
 
 
-def _collect(tracker: Tracker, model: nn.Module) -> tuple[Found, ...]:
+def _collect(tracker: Tracker) -> tuple[Found, ...]:
     made: dict[Atom, list[Contraction]] = {}
     read: dict[Atom, list[Contraction]] = {}
     for contraction in tracker.contractions:
@@ -124,7 +124,7 @@ def _collect(tracker: Tracker, model: nn.Module) -> tuple[Found, ...]:
         producers = [path for contraction in made.get(atom, ()) for path in _paths(contraction)]
         producers = producers or looked_up[atom]
         kind = "head" if atom.head else "filter" if made.get(atom) and made[atom][0].kind == "conv" else "neuron"
-        name = _unique(_name(producers[0], kind, model, made.get(atom, [])), taken)
+        name = _unique(_name(producers[0], kind, made.get(atom, [])), taken)
         consumers = [path for contraction in read[atom] for path in _paths(contraction)]
         found.append(Found(name, kind, atom, tuple(dict.fromkeys(producers)), tuple(dict.fromkeys(consumers))))
     return tuple(found)
@@ -143,7 +143,7 @@ def _tables(tracker: Tracker) -> dict[Atom, list[str]]:
     return found
 
 
-def _name(producer: str, kind: str, model: nn.Module, made: list[Contraction]) -> str:
+def _name(producer: str, kind: str, made: list[Contraction]) -> str:
     if kind != "head":
         return producer
     parameter = sorted(made[0].parameters)[0] if made else producer
@@ -159,7 +159,7 @@ def _unique(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _frozen(tracker: Tracker, model: nn.Module) -> tuple[tuple[str, Reason], ...]:
+def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> tuple[tuple[str, Reason], ...]:
     rows: dict[tuple[str, str], Reason] = {}
     for contraction in tracker.contractions:
         atoms = [atom for axis in contraction.made for segment in resolve(axis) for atom in segment]
@@ -167,4 +167,9 @@ def _frozen(tracker: Tracker, model: nn.Module) -> tuple[tuple[str, Reason], ...
         if why is not None and not any(atom.frozen is None for atom in atoms):
             for path in _paths(contraction):
                 rows.setdefault((path, why.text), why)
+    for name, value in tensors.items():  # layers that only an op without a rule reads, such as an LSTM's
+        atoms = [atom for axis in value.axes for segment in resolve(axis) for atom in segment]
+        for atom in atoms:
+            if atom.frozen is not None and atom.frozen.text.startswith("no rule"):
+                rows.setdefault((owner(name) or name, atom.frozen.text), atom.frozen)
     return tuple((path, why) for (path, _), why in rows.items())

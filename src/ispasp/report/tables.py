@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 
+_WIDTH = 240  # tables take what their cells need: module paths are long, and a cut one is of no use
+
+
 @dataclass(frozen=True)
 class Column:
     """One column: the key in a row, its title, and how its values are written.
@@ -37,11 +40,11 @@ def render(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, An
     table = Table(title=title, caption=note or None, caption_justify="left")
     for column in columns:
         numeric = all(isinstance(row.get(column.key), (int, float, type(None))) for row in rows)
-        table.add_column(column.title, justify="right" if numeric else "left")
+        table.add_column(column.title, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         cells = (row.get(column.key) for column in columns)
         table.add_row(*("-" if v is None else c.write(v) for c, v in zip(columns, cells, strict=True)))
-    console = Console(width=120, force_terminal=False, color_system=None)
+    console = Console(width=_WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

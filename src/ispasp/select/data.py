@@ -23,7 +23,7 @@ def select_units(
     keep: float | int,
     method: str | Selector = "ispasp",
 ) -> Selection:
-    """Choose the units to keep from activations that fit in memory, and measure ||V||_F on them.
+    """Choose the units to keep from activations that fit in memory, and measure ||V||_F on them, V = A H - A H_S.
 
     `consumers`: a weight (outputs, channels) or (outputs, channels, *kernel), a consumer, or several that read the
     same hidden dimension. `H`: what they get, (batch, ..., channels) or (batch, channels, *size); one tensor for all,

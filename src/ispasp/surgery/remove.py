@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.errors import PlanError
+from ispasp.graph.analyse import owner
 from ispasp.surgery import attributes
 from ispasp.surgery.attention import slim
 from ispasp.surgery.modules import own_sizes
@@ -177,7 +178,7 @@ def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], und
         module = model.get_submodule(attribute.module)
         new = kept_length(attribute.extent, plan.kept)
         if isinstance(module, nn.MultiheadAttention) and attribute.name == "num_heads":
-            _swap(model, attribute.module, slim(module, new), undo)
+            _swap(model, module, new, undo)
         elif attributes.read(module, attribute.name) == full_length(attribute.extent):
             _write(module, attribute.name, new, undo)
         else:
@@ -185,7 +186,7 @@ def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], und
                 f"{attribute.module!r} has {attribute.name}={attributes.read(module, attribute.name)}, the plan expects "
                 f"{full_length(attribute.extent)}: apply a plan once, to the dense model it was made for"
             )
-    for path in dict.fromkeys(name.split(".parametrizations.")[0].rpartition(".")[0] if ".parametrizations." not in name else name.split(".parametrizations.")[0] for name in touched):
+    for path in dict.fromkeys(owner(name) for name in touched):
         module = model.get_submodule(path)
         for name, size in own_sizes(module).items():
             if getattr(module, name, size) != size:
@@ -209,9 +210,13 @@ def _write_plain(module: nn.Module, name: str, new: Any, undo: Undo) -> None:
     setattr(module, name, new)
 
 
-def _swap(model: nn.Module, path: str, new: nn.Module, undo: Undo) -> None:
-    parent_path, _, leaf = path.rpartition(".")
-    parent = model.get_submodule(parent_path)
-    old = parent._modules[leaf]
-    undo(lambda: parent._modules.__setitem__(leaf, old))
-    parent._modules[leaf] = new
+def _swap(model: nn.Module, old: nn.MultiheadAttention, heads: int, undo: Undo) -> None:
+    """Put an attention module that can run with fewer heads in the place of one that cannot, wherever it is used."""
+    projection, width = old.out_proj, old.out_proj.in_features
+    undo(lambda: setattr(projection, "in_features", width))
+    new = slim(old, heads)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                undo(lambda parent=parent, name=name: parent._modules.__setitem__(name, old))  # type: ignore[misc]
+                parent._modules[name] = new

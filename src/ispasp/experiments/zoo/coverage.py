@@ -22,13 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ispasp.api.apply import apply_
-from ispasp.api.survey import survey
+from ispasp.api.survey import Survey, survey
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.experiments.zoo import GROUPS, cases
 from ispasp.experiments.zoo.case import Case, call
 from ispasp.report import track
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.verify import output_of, relative_error
+from ispasp.types import units_to_keep
 
 _LONGEST_REMARK = 180
 
@@ -135,7 +136,7 @@ def measure(case: Case, keep: float = 0.5) -> Row:
         why = str(error).partition(": ")[2]
         return Row(case.name, case.group, "nothing to remove", why, seconds=time.perf_counter() - started)
     surveyed = time.perf_counter() - started
-    plan = found.plan(keep)
+    plan = found.plan(random_units(found, keep))
     expected = masked_output(found.analysis, model, batch, plan.kept)
     started = time.perf_counter()
     apply_(model, plan, batch, checked_by=found)
@@ -162,6 +163,15 @@ def measure(case: Case, keep: float = 0.5) -> Row:
     )
 
 
+def random_units(found: Survey, keep: float) -> dict[str, list[int]]:
+    """For every hidden dimension some units to keep: the first ones would hide many a confusion of indices."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        d.name: sorted(torch.randperm(d.units, generator=generator)[: units_to_keep(keep, d.units)].tolist())
+        for d in found.dimensions
+    }
+
+
 def count_params(model: nn.Module) -> int:
     """Parameters, each tensor once."""
     return sum(parameter.numel() for parameter in model.parameters())
@@ -170,15 +180,11 @@ def count_params(model: nn.Module) -> int:
 def count_macs(model: nn.Module, batch: Any, examples: int) -> int:
     """Multiply-accumulates for one example, by torch's own counter.
 
-    It knows products and convolutions, not the fused kernels for attention on a CPU: those are switched off.
+    It knows products and convolutions, not the fused kernels for attention on a CPU: those are switched off, one by
+    name, the other by gradients. (Without gradients the counter stumbles over parameters handed from module to module.)
     """
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            call(model, batch)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call(model, batch)
     return int(counter.get_total_flops()) // 2 // examples
 
 

@@ -1,0 +1,157 @@
+"""What a survey says, and how it says no."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ispasp
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+
+
+def test_dimensions_and_frozen_with_reason_and_node() -> None:
+    survey = ispasp.survey(net(), X)
+    (found,) = survey.dimensions
+    assert (found.name, found.kind, found.units, found.channels) == ("0", "neuron", 8, 1)
+    assert (found.producers, found.consumers) == (("0",), ("2",))
+    assert found.parameters == 4 + 1 + 6  # a row, a bias, a column
+    assert found.macs == 4 + 6
+    assert {(row.name, row.reason, row.node) for row in survey.frozen} == {
+        ("2", "layer_norm normalises over this axis", "layer_norm"),
+        ("4", "reaches the model output", ""),
+    }
+    text = str(survey)
+    assert "layer_norm normalises over this axis (layer_norm)" in text and "neuron" in text
+
+
+def test_an_op_without_a_rule_freezes_and_is_named() -> None:
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(torch.relu(self.b(torch.special.i0(self.a(x)))))
+
+    survey = ispasp.survey(Unknown(), X)
+    assert [d.name for d in survey.dimensions] == ["b"]
+    assert any(row.name == "a" and row.reason == "no rule for aten.special_i0.default" for row in survey.frozen)
+
+
+def test_nothing_to_prune_raises_and_says_why() -> None:
+    with pytest.raises(ispasp.NothingToPruneError, match="Linear: .*reaches the model output"):
+        ispasp.survey(nn.Linear(4, 2), X)
+    with pytest.raises(ispasp.NothingToPruneError, match="aten.lstm"):
+        ispasp.survey(nn.LSTM(4, 8), X[None])
+
+
+def test_a_literal_size_in_the_forward_is_refused_with_the_error() -> None:
+    class Literal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(torch.relu(self.b(self.a(x).view(-1, 8))))
+
+    survey = ispasp.survey(Literal(), X)
+    assert [d.name for d in survey.dimensions] == ["b"]
+    (row,) = [row for row in survey.frozen if row.name == "a"]
+    assert "fails with fewer units" in row.reason or "does not equal" in row.reason
+
+
+def test_a_number_that_fits_without_failing_is_still_found() -> None:
+    class Heads(nn.Module):
+        """view(B, -1, heads, 4) runs with any number of heads, and mixes tokens if it is the wrong one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = 4
+            self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (f(x).view(x.shape[0], -1, self.heads, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+            return self.o(y.reshape(x.shape[0], x.shape[1], -1))
+
+    torch.manual_seed(0)
+    model, x = Heads().eval(), torch.randn(2, 6, 16)
+    survey = ispasp.survey(model, x)
+    assert [(d.kind, d.units, d.channels) for d in survey.dimensions] == [("head", 4, 4)]
+    ispasp.apply_(model, survey.plan({"*": [0, 3]}), x)
+    assert model.heads == 2
+
+
+def test_plans_by_globs_numbers_and_units() -> None:
+    survey = ispasp.survey(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2)), X)
+    assert survey.plan(0.5).kept == {"0": (0, 1, 2, 3), "1": (0, 1, 2)}
+    assert survey.plan({"0": [5, 1], "*": 2}).kept == {"0": (1, 5), "1": (0, 1)}
+    assert survey.plan({"1": 1.0}).kept == {}
+    with pytest.raises(ispasp.InputError, match="no hidden dimension fits 'fc'"):
+        survey.plan({"fc": 0.5})
+    with pytest.raises(ispasp.InputError, match="hidden dimension '0' has 8 units; keep=9"):
+        survey.plan({"0": 9})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:50], "not JSON"),
+        (lambda text: "[]", "not a plan"),
+        (lambda text: text.replace('"version": 1', '"version": 7'), "version 7"),
+        (lambda text: text.replace('"kept": [0, 1, 2, 3]', '"kept": [3, 1]'), "ascending"),
+        (lambda text: text.replace('"kept": [0, 1, 2, 3]', '"kept": [0, 99]'), r"0\.\.7"),
+        (lambda text: text.replace('"kept": [0, 1, 2, 3]', '"kept": []'), "would keep no unit"),
+        (lambda text: text.replace('"shape": [8, 4]', '"shape": [9, 4]'), "does not fit its shape"),
+        (lambda text: text.replace('"tensors"', '"sensors"'), "damaged"),
+        (lambda text: text.replace('"units": 8', '"units": true'), "whole number"),
+        (lambda text: text.replace('"units": 8', '"units": 9'), "with 8 units, its dimensions say 9"),
+    ],
+)
+def test_damaged_plans_are_refused(change, message: str) -> None:  # noqa: ANN001
+    text = ispasp.survey(net(), X).plan(0.5).to_json()
+    assert ispasp.Plan.from_json(text).to_json() == text
+    damaged = change(text)
+    assert damaged != text
+    with pytest.raises(ispasp.PlanError, match=message):
+        ispasp.Plan.from_json(damaged)
+
+
+def test_cost_is_what_torch_counts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.ReLU(),
+        nn.ConvTranspose2d(12, 6, 2, stride=2), nn.Flatten(), nn.Linear(96, 5)
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8)
+    survey = ispasp.survey(model, x)
+    plan = survey.plan(0.5)
+    cost = survey.cost(plan)
+
+    def recount() -> tuple[int, int]:
+        with FlopCounterMode(display=False) as counter:
+            model(x)
+        return sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2 // 2
+
+    assert (cost.dense_params, cost.dense_macs) == recount()
+    ispasp.apply_(model, plan, x, checked_by=survey)
+    assert (cost.params, cost.macs) == recount()
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ispasp.InputError, match="scope='everything'"):
+        ispasp.survey(net(), X, scope="everything")
+    with pytest.raises(ispasp.InputError, match="kinds has"):
+        ispasp.survey(net(), X, kinds=["layer"])
+    with pytest.raises(ispasp.NothingToPruneError, match="was not asked for"):
+        ispasp.survey(net(), X, kinds=["head"])
+    with pytest.raises(ispasp.TraceError, match="cannot trace Sequential: .*Check that model"):
+        ispasp.survey(net(), torch.randn(2, 5))
