@@ -76,7 +76,9 @@ class Survey:
             Column("parameters", "params/unit", "{:,}".format),
             Column("macs", "MACs/unit", "{:,}".format),
         ]
-        table = render(f"{self.structure.model}: {self.cost()}", columns, [vars(d) for d in self.dimensions])
+        cost = self.cost()
+        title = f"{self.structure.model}: {cost.dense_params:,} parameters, {cost.dense_macs:,} MACs for one example"
+        table = render(title, columns, [vars(d) for d in self.dimensions])
         frozen = "\n".join(f"  {row}" for row in self.frozen)
         return f"{table}\nfrozen:\n{frozen}" if frozen else table
 

@@ -1,12 +1,12 @@
 """`ispasp bench surgery`: time and memory of survey and surgery, side by side with torch-pruning.
 
-Three real networks with random weights, keep 0.5, one example. Each runs in a process of its own, so that memory is its
-own, after a survey of a tiny network: the first torch.export of a process imports for seconds (`start_s`).
+Three real networks with random weights, keep 0.5, one example. Both libraries run on each in processes of their own, so
+that memory is their own, ours after a survey of a tiny network: the first torch.export of a process imports for seconds
+(`start_s`).
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 import multiprocessing
 import threading
@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
@@ -57,6 +57,7 @@ class Row:
     surgery_s: float
     verify_s: float
     total_s: float
+    cpu_s: float
     error: float
     model_mb: float
     extra_mb: float
@@ -103,26 +104,36 @@ def run(models: Sequence[str] = tuple(NETWORKS), keep: float = 0.5, *, progress:
     rows = []
     for name in track(models, "surgery", show=progress):
         with ProcessPoolExecutor(1, context) as pool:
-            rows.append(pool.submit(measure, name, keep).result())
+            row = pool.submit(measure, name, keep).result()
+        if find_spec("torch_pruning") is not None:
+            with ProcessPoolExecutor(1, context) as pool:
+                row = replace(row, **pool.submit(measure_torch_pruning, name, keep).result())
+        rows.append(row)
     return rows
 
 
-def measure(name: str, keep: float = 0.5) -> Row:
-    """Time one network in this process."""
+def _build(name: str) -> tuple[Network, nn.Module, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     network = NETWORKS[name]
     model, batch = network.build().eval(), network.batch()
-    start_s = _timed(lambda: survey(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)))[0]
     output_of(model, batch)
+    return network, model, batch
+
+
+def measure(name: str, keep: float = 0.5) -> Row:
+    """Time one network in this process."""
+    _, model, batch = _build(name)
+    start_s, _ = _timed(lambda: survey(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)))
     forward_s, _ = _timed(lambda: output_of(model, batch))
-    theirs = _torch_pruning(network, copy.deepcopy(model), batch, keep) if find_spec("torch_pruning") else {}
+    cpu = time.process_time()
     with _Memory() as memory:
         survey_s, found = _timed(lambda: survey(model, batch))
         plan = found.plan(keep)
         masked_s, expected = _timed(lambda: masked_output(found.analysis, model, batch, plan.kept))
         surgery_s, _ = _timed(lambda: apply_(model, plan))
         pruned_s, output = _timed(lambda: output_of(model, batch))
+    cpu_s = time.process_time() - cpu
     cost = found.cost(plan)
     return Row(
         name,
@@ -132,12 +143,12 @@ def measure(name: str, keep: float = 0.5) -> Row:
         surgery_s,
         masked_s + pruned_s,
         survey_s + surgery_s + masked_s + pruned_s,
+        cpu_s,
         relative_error(output, expected),
         cost.dense_params * 4 / _MB,
         memory.extra / _MB,
         len(found.dimensions),
         cost.params,
-        **theirs,
     )
 
 
@@ -171,9 +182,10 @@ class _Memory:
         self._thread.join()
 
 
-def _torch_pruning(network: Network, model: nn.Module, batch: Any, keep: float) -> dict[str, Any]:
+def measure_torch_pruning(name: str, keep: float = 0.5) -> dict[str, Any]:
     """Its graph and one step of its magnitude pruner, and whether what comes out equals masking."""
-    dense = copy.deepcopy(model)
+    network, model, batch = _build(name)
+    dense = _build(name)[1]
     gone: dict[str, set[int]] = {}
     try:
         with _Memory() as memory:
@@ -259,6 +271,7 @@ def as_table(rows: Sequence[Row], keep: float = 0.5) -> str:
         Column("surgery_s", "surgery, s", seconds),
         Column("verify_s", "verify, s", seconds),
         Column("total_s", "total, s", seconds),
+        Column("cpu_s", "CPU, s", seconds),
         Column("error", "error", "{:.0e}".format),
         Column("model_mb", "model, MB", megabytes),
         Column("extra_mb", "extra, MB", megabytes),

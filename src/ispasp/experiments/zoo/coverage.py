@@ -49,6 +49,7 @@ class Row:
     dense_macs: int | None = None
     macs: int | None = None
     error: float | None = None
+    change: float | None = None  # of the output, by masking: where it is nothing, the error says nothing
     recounted: str = ""
     seconds: float | None = None
 
@@ -138,19 +139,24 @@ def measure(case: Case, keep: float = 0.5) -> Row:
     surveyed = time.perf_counter() - started
     plan = found.plan(random_units(found, keep))
     expected = masked_output(found.analysis, model, batch, plan.kept)
+    change = relative_error(expected, output_of(model, batch))
     started = time.perf_counter()
     apply_(model, plan, batch, checked_by=found)
     seconds = surveyed + time.perf_counter() - started
     error = relative_error(output_of(model, batch), expected)
     cost = found.cost(plan)
     params, macs = count_params(model), count_macs(model, batch, found.costs.examples)
-    smaller = cost.params < cost.dense_params
+    trouble = ""
+    if not cost.params < cost.dense_params:
+        trouble = f"all {len(found.dimensions)} hidden dimensions stay whole at keep={keep}"
+    elif not change:
+        trouble = "masking does not change the output: the comparison is blind"
     kinds = Counter(dimension.kind for dimension in found.dimensions)
     return Row(
         case.name,
         case.group,
-        "smaller" if smaller else "failed",
-        "" if smaller else f"every one of {len(found.dimensions)} hidden dimensions stays whole at keep={keep}",
+        "failed" if trouble else "smaller",
+        trouble,
         len(found.dimensions),
         ", ".join(f"{number} {kind}" for kind, number in kinds.items()),
         cost.dense_params,
@@ -158,6 +164,7 @@ def measure(case: Case, keep: float = 0.5) -> Row:
         cost.dense_macs,
         cost.macs,
         error,
+        change,
         _agreement(cost.params, params, cost.macs, macs),
         seconds,
     )
@@ -220,14 +227,14 @@ def as_markdown(rows: Sequence[Row], keep: float = 0.5) -> str:
 _ABOUT = """\
 Made by `make zoo`. Every network is small or shrunk, randomly initialised and enlivened (no constant biases or scales),
 surveyed with `ispasp.survey` and pruned with `ispasp.apply_` at keep {keep}. The error is that of the pruned network's
-output against the dense network's with the same units masked where they are read, relative, in float32. Parameters and
-MACs (for one example) are what `survey.cost(plan)` tells; "recounted" compares them with the pruned network's own
-parameters and with torch's flop counter on it. Seconds are those of survey and surgery with verification, one core each,
-two networks at a time."""
+output against the dense network's with the same (random) units masked where they are read, relative, in float32; the
+change is what masking itself does to the output. Parameters and MACs (for one example) are what `survey.cost(plan)`
+tells; "recounted" compares them with the pruned network's own parameters and with torch's flop counter on it. Seconds
+are those of survey and surgery with verification, one core each, two networks at a time."""
 
 _TITLES = (
-    *("model", "hidden dimensions", "kinds", "parameters", "MACs", "error", "recounted", "seconds", "remark"),
-)  # fmt: skip
+    *("model", "hidden dimensions", "kinds", "parameters", "MACs", "change", "error", "recounted", "seconds", "remark"),
+)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -266,6 +273,7 @@ def _cells(row: Row) -> list[str]:
         row.kinds,
         _change(row.dense_params, row.params),
         _change(row.dense_macs, row.macs),
+        "" if row.change is None else f"{row.change:.0%}",
         "" if row.error is None else f"{row.error:.0e}",
         row.recounted,
         "" if row.seconds is None else f"{row.seconds:.1f}",

@@ -165,7 +165,19 @@ def piece(node: fx.Node, x: Value, dim: int, start: int, stop: int) -> Value:
     return with_axes(x, axes)
 
 
-@rule(*overloads(["split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split"]))
+@rule(*overloads(["chunk", "unsafe_chunk", "split.Tensor", "unsafe_split"]))
+def equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> list[Value]:
+    """Parts of one size: they must lose the same positions, or their ends would move."""
+    found = pieces(t, node, x, dim)
+    for other in found[1:]:
+        if length(other.axes[dim]) == length(found[0].axes[dim]):
+            t.unite(node, found[0].axes[dim], other.axes[dim])
+        else:
+            t.freeze(node, x, [dim], "is cut into unequal parts")
+    return found
+
+
+@rule(*overloads(["split_with_sizes", "split.sizes", "tensor_split"]))
 def pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> list[Value]:
     """A list of cuts, of the sizes the results have."""
     found, start = [], 0

@@ -1,0 +1,120 @@
+"""A representative part of the zoo: each network shrinks, and removal equals masking. `make zoo` runs all of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import ispasp
+from ispasp.experiments import zoo
+from ispasp.experiments._torchvision import import_torchvision
+from ispasp.experiments.zoo.case import Case
+from ispasp.experiments.zoo.coverage import count_macs, count_params, random_units
+from ispasp.surgery.masking import masked_output
+from ispasp.surgery.verify import output_of, relative_error
+
+NOTHING = {  # networks in which nothing can go -> a part of the reason
+    "plain/maxout": "shape '[2, 16, 2]' is invalid",
+    "plain/lstm": "no rule for aten.lstm.input",
+    "plain/gru": "no rule for aten.gru.input",
+    "timm/convnextv2_atto": "runs over this axis",  # its global response normalisation
+    "timm/nf_regnet_b0": "over this axis",  # its weights are standardised over their inputs
+    "transformers/convnextv2": "mean runs over this axis",
+    "transformers/mamba2": "mean runs over this axis",
+}
+UNCOUNTED = {"plain/spectral_norm"}  # torch's counter does not know aten.mv
+PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]
+TORCHVISION = [
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "maxvit_t", "mnasnet0_5"),
+    *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5"),
+    *("squeezenet1_1", "swin_t", "vit_l_16"),
+]
+TIMM = [
+    *("beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "edgenext_xx_small", "eva02_tiny_patch14_224"),
+    *("ghostnet_050", "mixer_s32_224", "mobilenetv2_050", "repvgg_a0", "resnetv2_18", "seresnet18", "skresnet18"),
+    *("swin_tiny_patch4_window7_224", "tinynet_e", "vit_tiny_patch16_224", "xcit_nano_12_p16_224"),
+]
+TRANSFORMERS = [
+    *("bert", "roberta", "distilbert", "albert", "electra", "deberta_v2", "modernbert", "vit", "deit", "swin", "beit"),
+    *("dinov2", "convnext", "resnet", "mobilenet_v2", "segformer", "gpt2", "opt", "bloom", "gpt_neox", "llama"),
+    *("mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "t5", "bart", "whisper", "wav2vec2", "clip_vision"),
+    *("mamba", "falcon_new", "clip"),
+]
+SMALLER = [
+    *PLAIN,
+    *(f"torchvision/{name}" for name in TORCHVISION),
+    *(f"timm/{name}" for name in TIMM),
+    *(f"transformers/{name}" for name in TRANSFORMERS),
+]
+
+
+@cache
+def group(name: str) -> dict[str, Case]:
+    return {case.name: case for case in zoo.cases(name)}
+
+
+def case(name: str) -> Case:
+    package = name.partition("/")[0]
+    for needed in () if package == "plain" else ("torchvision", package):
+        if find_spec(needed) is None:
+            pytest.skip(f"needs {needed}: pip install 'ispasp[vision,transformers]'")
+    if package != "plain":
+        import_torchvision()
+    return group(package)[name]
+
+
+def build(name: str) -> tuple[nn.Module, object]:
+    """The network with some of its parameters frozen, and its batch."""
+    model = case(name).build()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 3 != 0)
+    return model, case(name).batch()
+
+
+def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    now = model.state_dict()
+    return list(now) == list(before) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(now.values(), before.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_removal_equals_masking(name: str) -> None:
+    model, batch = build(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    flags = {key: (p.dtype, p.requires_grad, p.ndim) for key, p in model.named_parameters(remove_duplicate=False)}
+    dense = output_of(model, batch)
+
+    found = ispasp.survey(model, batch)
+    plan = found.plan(random_units(found, 0.5))
+    expected = masked_output(found.analysis, model, batch, plan.kept)
+    assert same_state(model, before)  # surveys try things out: nothing of it stays
+    assert all(torch.equal(a, b) for a, b in zip(output_of(model, batch), dense, strict=True))
+    assert relative_error(dense, expected) > 1e-3  # else the comparison is blind
+
+    assert ispasp.apply_(model, plan, batch, checked_by=found) is model
+    assert relative_error(output_of(model, batch), expected) <= 1e-4
+    assert list(model.state_dict()) == list(before)
+    now = {key: (p.dtype, p.requires_grad, p.ndim) for key, p in model.named_parameters(remove_duplicate=False)}
+    assert now == flags
+
+    cost = found.cost(plan)
+    assert cost.params == count_params(model) < cost.dense_params
+    assert cost.macs < cost.dense_macs
+    if name not in UNCOUNTED:
+        assert cost.macs == count_macs(model, batch, found.costs.examples)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_where_nothing_can_go_the_reason_is_told(name: str) -> None:
+    model, batch = build(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ispasp.NothingToPruneError) as raised:
+        ispasp.survey(model, batch)
+    assert type(model).__name__ in str(raised.value)
+    assert NOTHING[name] in str(raised.value)
+    assert same_state(model, before)
