@@ -44,7 +44,7 @@ def surveyed(network: Network, scope: str) -> ispasp.Survey:
 
 
 def assert_no_mismatch(network: Network, reasons: str) -> None:
-    """The survey tries its dimensions; one that it has to take back is a mistake of the rules, or of the corrections."""
+    """The survey tries its dimensions; one it has to take back is a mistake, of the rules or of the corrections."""
     assert network.stubborn or "does not equal masking" not in reasons, reasons
 
 

@@ -37,6 +37,8 @@ class Trial:
     structure: Structure
     refused: dict[str, str] = field(default_factory=dict)
     _dense: dict[str, list[list[Shape]]] = field(default_factory=dict)
+    _by_analogy: set[tuple[str, str]] = field(default_factory=set)  # corrections taken over from another module
+    _dropped: set[tuple[str, str]] = field(default_factory=set)  # of those, the ones that did harm
 
     def run(self) -> None:
         """Try all dimensions together until the model runs and equals masking."""
@@ -89,15 +91,26 @@ class Trial:
 
     def _correct_failure(self, failure: Failure, names: Sequence[str]) -> Callable[[], None]:
         found = search(failure, self.structure, self._half(names), self._dense)
-        return lambda: self._adopt(found, names) or self._give_up(failure, names)
+        return lambda: self._adopt(found, names) or self._drop(failure) or self._give_up(failure, names)
 
     def _adopt(self, found: Sequence[Attribute], names: Sequence[str]) -> bool:
         """Take corrections over, for all modules of the same class; says whether any was new."""
         known = {(a.module, a.name) for a in self.structure.attributes}
-        more = alike(self.model, found, self.structure, self._half(names))
+        more = [a for a in alike(self.model, found, self.structure, self._half(names)) if (a.module, a.name) not in self._dropped]
         new = {(a.module, a.name): a for a in (*more, *found) if (a.module, a.name) not in known}
+        self._by_analogy |= {key for key in new if key not in {(a.module, a.name) for a in found}}
         self.structure = replace(self.structure, attributes=(*self.structure.attributes, *new.values()))
         return bool(new)
+
+    def _drop(self, failure: Failure) -> bool:
+        """Take back corrections by analogy in the modules that fail now; says whether there were any."""
+        paths = {frame.path for frame in failure.stack}
+        harmful = {key for key in self._by_analogy if key[0] in paths}
+        keep = tuple(a for a in self.structure.attributes if (a.module, a.name) not in harmful)
+        self.structure = replace(self.structure, attributes=keep)
+        self._by_analogy -= harmful
+        self._dropped |= harmful
+        return bool(harmful)
 
     def _give_up(self, failure: Failure, names: Sequence[str]) -> None:
         """Refuse the dimensions of the innermost module that has any and fails with them alone, and of its class."""
@@ -110,9 +123,10 @@ class Trial:
             if not guilty:
                 continue
             cls = type(frame.module)
-            if len(guilty) == len(inside) and not cls.__module__.startswith("torch.nn"):  # all that this class holds fails: so will it elsewhere
+            if not cls.__module__.startswith("torch.nn"):  # the same code fails elsewhere, too
+                own = {name.removeprefix(frame.path) for name in guilty}
                 paths = [path for path, module in self.model.named_modules() if type(module) is cls]
-                guilty = [name for name in names if any(self._is_inside(name, path) for path in paths)]
+                guilty = [name for name in names if name in guilty or any(name == path + rest for path in paths for rest in own)]
             where = f"{frame.path or 'the model'} ({cls.__name__})"
             self.refused.update(dict.fromkeys(guilty, f"the forward of {where} fails with fewer units: {text}"[:300]))
             return
