@@ -108,7 +108,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_an_exception_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ispasp.surgery.remove as remove
+    from ispasp.surgery import remove
 
     model = cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -130,7 +130,9 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         ispasp.apply_(model, plan, IMAGES, optimizer=optimizer)
     assert unchanged(model, before) and repr(model) == attributes
-    assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(model.parameters(), momentum, strict=True))
+    assert all(
+        torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(model.parameters(), momentum, strict=True)
+    )
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
 
 
@@ -167,7 +169,9 @@ def test_residual_streams_are_for_scope_all(scope: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))
-            self.inner = nn.Sequential(nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1), nn.BatchNorm2d(8))
+            self.inner = nn.Sequential(
+                nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1), nn.BatchNorm2d(8)
+            )
             self.head = nn.Linear(8, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

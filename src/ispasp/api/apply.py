@@ -35,12 +35,16 @@ def apply_(
     Linear(in_features=4, out_features=3, bias=True)
     """
     if not isinstance(plan, Plan):
-        raise InputError(f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)")
+        raise InputError(
+            f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)"
+        )
     if batch is None:
         with all_or_nothing() as undo:
             remove_(model, plan, undo, optimizer)
         return model
-    analysis = checked_by.analysis if checked_by is not None else survey(model, batch, scope="all", check=False).analysis
+    analysis = (
+        checked_by.analysis if checked_by is not None else survey(model, batch, scope="all", check=False).analysis
+    )
     expected = masked_output(analysis, model, batch, plan.kept)
     with all_or_nothing() as undo:
         remove_(model, plan, undo, optimizer)

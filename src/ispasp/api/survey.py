@@ -57,7 +57,9 @@ class Survey:
                 kept[dimension.name] = tuple(sorted(wanted))
         if unused:
             known = ", ".join(d.name for d in self.dimensions[:5])
-            raise InputError(f"no hidden dimension fits {sorted(unused)[0]!r}: the model has {known}, ...; print the survey")
+            raise InputError(
+                f"no hidden dimension fits {sorted(unused)[0]!r}: the model has {known}, ...; print the survey"
+            )
         return Plan(kept, self.structure)
 
     def cost(self, plan: Plan | None = None) -> Cost:
@@ -71,8 +73,8 @@ class Survey:
             Column("kind", "kind"),
             Column("units", "units"),
             Column("channels", "channels"),
-            Column("producers", "made by", lambda names: _short(names)),
-            Column("consumers", "read by", lambda names: _short(names)),
+            Column("producers", "made by", _short),
+            Column("consumers", "read by", _short),
             Column("parameters", "params/unit", "{:,}".format),
             Column("macs", "MACs/unit", "{:,}".format),
         ]

@@ -53,7 +53,9 @@ def analyse(model: nn.Module, batch: Batch) -> Analysis:
     tracker.walk()
     _choose_factors(tracker, tensors)
     found = _collect(tracker)
-    return Analysis(traced, tracker, tensors, found, _frozen(tracker, tensors), {item.atom: item.name for item in found})
+    return Analysis(
+        traced, tracker, tensors, found, _frozen(tracker, tensors), {item.atom: item.name for item in found}
+    )
 
 
 def _tensors(model: nn.Module, used: set[str]) -> dict[str, Value]:
@@ -101,7 +103,11 @@ def owner(parameter: str) -> str:
     >>> owner("layer.0.conv.weight"), owner("conv.parametrizations.weight.original1"), owner("scale")
     ('layer.0.conv', 'conv', '')
     """
-    return parameter.split(".parametrizations.")[0] if ".parametrizations." in parameter else parameter.rpartition(".")[0]
+    return (
+        parameter.split(".parametrizations.", maxsplit=1)[0]
+        if ".parametrizations." in parameter
+        else parameter.rpartition(".")[0]
+    )
 
 
 def _paths(contraction: Contraction) -> list[str]:

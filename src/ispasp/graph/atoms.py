@@ -270,7 +270,8 @@ def split(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis]:
     segments = resolve(axis)
     if len(segments) > 1:
         return _split_concat(axis, sizes, reason)
-    atoms, found = segments[0], []
+    atoms = segments[0]
+    found: list[Axis] = []
     for size in reversed(sizes):
         taken: list[Atom] = []
         need = size
@@ -300,4 +301,7 @@ def _split_concat(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis
     blocks = [cut(axis, i * step, (i + 1) * step, reason) for i in range(count)]
     for block in blocks[1:]:
         unite(blocks[0], block, reason)
-    return [new_axis(count, Reason("counts the parts of a concatenation", reason.node)), *split(blocks[0], sizes[1:], reason)]
+    return [
+        new_axis(count, Reason("counts the parts of a concatenation", reason.node)),
+        *split(blocks[0], sizes[1:], reason),
+    ]

@@ -82,7 +82,6 @@ def trace(model: nn.Module, batch: Batch) -> Trace:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as first:
             program = _second_try(model, args, kwargs, first)
-    program.graph_module.graph.eliminate_dead_code()  # what nobody reads (averaged attention weights) freezes nothing
     signature = program.graph_signature
     sources: dict[str, Source] = {}
     for spec in signature.input_specs:

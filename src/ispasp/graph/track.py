@@ -16,15 +16,21 @@ from ispasp.graph.values import Contraction, Value, fresh, shape_of
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 
-_SILENT = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async")
+_SILENT = (
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_assert_async",
+)
 _INLINED = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
     """Register what these ATen overloads do to axes; ops of optional packages are given by name.
 
-    A rule is called as rule(tracker, node, **arguments): the arguments by their names in the op's schema (`self` is
-    called `x`), tensors as `Value`s. It returns a Value, a list of them, or None for what is no tensor.
+    A rule is called as rule(tracker, node, **arguments): the arguments by their names in the op's schema (`self` and
+    `input` are called `x`), tensors as `Value`s. It returns a Value, a list of them, or None for what is no tensor.
     """
 
     def register(function: Rule) -> Rule:
@@ -48,6 +54,7 @@ class Tracker:
         self.sizes: list[tuple[str, str, Axis]] = []  # parameter, attribute of its module, what it counts
         self.products: list[tuple[fx.Node, tuple[Axis, ...]]] = []  # MACs of a node: the product of these lengths
         self.weight_norms: list[tuple[str, str, int]] = []  # v, g, dim
+        self.unread = _unread(trace.graph)
         self._depth = 0
 
     def walk(self) -> None:
@@ -101,8 +108,12 @@ class Tracker:
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-            arguments["x" if argument.name == "self" else argument.name] = self._value(given)
+            given = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get(argument.name, argument.default_value)
+            )
+            arguments["x" if argument.name in ("self", "input") else argument.name] = self._value(given)
         return arguments
 
     def _no_rule(self, node: fx.Node) -> Any:
@@ -162,7 +173,6 @@ class Tracker:
             Contraction(node, kind, name, tuple(dims), tuple(contracted), tuple(made), parameter.parameters)
         )
 
-
     def counts(self, parameter: Value | None, attribute: str, axis: Axis) -> None:
         """Note that an attribute of the parameter's module is the length of an axis."""
         if parameter is not None:
@@ -171,6 +181,16 @@ class Tracker:
     def multiplies(self, node: fx.Node, axes: Sequence[Axis]) -> None:
         """Note that the node takes as many multiply-accumulates as the product of these axes' lengths."""
         self.products.append((node, tuple(axes)))
+
+
+def _unread(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that no output depends on, such as attention weights averaged for nobody: they run, but do not matter."""
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in needed or node.is_impure():
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return set(graph.nodes) - needed
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from itertools import combinations, islice, takewhile
 from torch import nn
 
 from ispasp.surgery import attributes
-from ispasp.surgery.attempt import Failure, Frame, Shape, call
+from ispasp.surgery.attempt import Failure, Shape, call
 from ispasp.types.layout import Extent, Kept, full_length, kept_length, names_in
 from ispasp.types.plan import Attribute, Structure
 
@@ -27,7 +27,7 @@ _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends 
 def search(
     failure: Failure, structure: Structure, kept: Kept, dense: Mapping[str, list[list[Shape]]]
 ) -> tuple[Attribute, ...]:
-    """Corrections with which the failing module runs, looking outwards from where it failed; empty if none are found."""
+    """Corrections with which the failing module runs, looking outwards from where it failed; empty if none is found."""
     for frame in list(reversed(failure.stack))[:_MOST_FRAMES]:
         if is_builtin(frame.module):
             continue

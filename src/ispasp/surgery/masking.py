@@ -75,8 +75,8 @@ class _Masked(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n not in self._masks:
             return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = list(args), dict(kwargs)
+        given, named = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = list(given), dict(named)
         for data, dim, mask in self._masks[n]:
             name, _, index = data.partition(".")
             position = _position(n, name)
@@ -86,7 +86,7 @@ class _Masked(fx.Interpreter):
                 holder[key] = list(holder[key])
                 holder, key = holder[key], int(index)
             holder[key] = _apply(holder[key], dim, mask)
-        return self.call_function(n.target, tuple(args), kwargs)  # type: ignore[arg-type]
+        return self.call_function(n.target, tuple(args), kwargs)
 
 
 def _apply(x: Tensor, dim: int, mask: Tensor) -> Tensor:

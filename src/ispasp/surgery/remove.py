@@ -167,7 +167,8 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _row_norms(v: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
+    return norms
 
 
 def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], undo: Undo) -> None:
@@ -182,9 +183,10 @@ def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], und
         elif attributes.read(module, attribute.name) == full_length(attribute.extent):
             _write(module, attribute.name, new, undo)
         else:
+            found = attributes.read(module, attribute.name)
             raise PlanError(
-                f"{attribute.module!r} has {attribute.name}={attributes.read(module, attribute.name)}, the plan expects "
-                f"{full_length(attribute.extent)}: apply a plan once, to the dense model it was made for"
+                f"{attribute.module!r} has {attribute.name}={found}, the plan expects {full_length(attribute.extent)}: "
+                "apply a plan once, to the dense model it was made for"
             )
     for path in dict.fromkeys(owner(name) for name in touched):
         module = model.get_submodule(path)

@@ -91,12 +91,21 @@ class Trial:
 
     def _correct_failure(self, failure: Failure, names: Sequence[str]) -> Callable[[], None]:
         found = search(failure, self.structure, self._half(names), self._dense)
-        return lambda: self._adopt(found, names) or self._drop(failure) or self._give_up(failure, names)
+
+        def learn() -> None:
+            if not self._adopt(found, names) and not self._drop(failure):
+                self._give_up(failure, names)
+
+        return learn
 
     def _adopt(self, found: Sequence[Attribute], names: Sequence[str]) -> bool:
         """Take corrections over, for all modules of the same class; says whether any was new."""
         known = {(a.module, a.name) for a in self.structure.attributes}
-        more = [a for a in alike(self.model, found, self.structure, self._half(names)) if (a.module, a.name) not in self._dropped]
+        more = [
+            a
+            for a in alike(self.model, found, self.structure, self._half(names))
+            if (a.module, a.name) not in self._dropped
+        ]
         new = {(a.module, a.name): a for a in (*more, *found) if (a.module, a.name) not in known}
         self._by_analogy |= {key for key in new if key not in {(a.module, a.name) for a in found}}
         self.structure = replace(self.structure, attributes=(*self.structure.attributes, *new.values()))
@@ -126,7 +135,11 @@ class Trial:
             if not cls.__module__.startswith("torch.nn"):  # the same code fails elsewhere, too
                 own = {name.removeprefix(frame.path) for name in guilty}
                 paths = [path for path, module in self.model.named_modules() if type(module) is cls]
-                guilty = [name for name in names if name in guilty or any(name == path + rest for path in paths for rest in own)]
+                guilty = [
+                    name
+                    for name in names
+                    if name in guilty or any(name == path + rest for path in paths for rest in own)
+                ]
             where = f"{frame.path or 'the model'} ({cls.__name__})"
             self.refused.update(dict.fromkeys(guilty, f"the forward of {where} fails with fewer units: {text}"[:300]))
             return
@@ -172,7 +185,9 @@ class Trial:
 
     def _corrected(self, name: str) -> tuple[Attribute, ...]:
         """Corrections of the numbers in the module around a dimension with which its removal equals masking."""
-        tensors = [t for t, layout in self.structure.tensors.items() if any(name in names_in(e) for e in layout.axes.values())]
+        tensors = [
+            t for t, layout in self.structure.tensors.items() if any(name in names_in(e) for e in layout.axes.values())
+        ]
         path = common_path(tensors)
         before = self.structure
         for chosen in candidates(path, self.model.get_submodule(path), before, self._half([name])):

@@ -32,10 +32,11 @@ def kept_length(extent: Extent, kept: Kept) -> int:
     >>> kept_length(((("attn", 12), (None, 64)),), {"attn": [0, 5]})
     128
     """
-    return sum(
-        math.prod(len(kept[name]) if name in kept else size for name, size in segment)  # type: ignore[index]
-        for segment in extent
-    )
+    total = 0
+    for segment in extent:
+        sizes = [size if name is None or name not in kept else len(kept[name]) for name, size in segment]
+        total += math.prod(sizes)
+    return total
 
 
 def kept_mask(extent: Extent, kept: Kept) -> Tensor:

@@ -68,12 +68,16 @@ class Plan:
         for name, kept in self.kept.items():
             units = self.structure.units.get(name)
             if units is None:
-                known = ", ".join(list(self.structure.units)[:5])
-                raise PlanError(f"no hidden dimension {name!r}: the model has {known}{', ...' if len(self.structure.units) > 5 else ''}")
+                known = ", ".join([*self.structure.units][:5])
+                raise PlanError(f"no hidden dimension {name!r}: the model has {known}, ...; print its survey")
             if not kept:
-                raise PlanError(f"hidden dimension {name!r} would keep no unit: keep at least 1 of {units}, or leave it out")
+                raise PlanError(
+                    f"hidden dimension {name!r} would keep no unit: keep at least 1 of {units}, or leave it out"
+                )
             if list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= units:
-                raise PlanError(f"kept units of {name!r} must be different, ascending and in 0..{units - 1}, not {list(kept)[:8]}")
+                raise PlanError(
+                    f"kept units of {name!r} must be different, ascending and in 0..{units - 1}, not {list(kept)[:8]}"
+                )
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -104,7 +108,7 @@ class Plan:
         except (json.JSONDecodeError, TypeError, RecursionError) as error:
             raise PlanError(f"this is not JSON ({error}): pass the text of a plan.json") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f"this is not a plan: it has no \"format\": \"{FORMAT}\"")
+            raise PlanError(f'this is not a plan: it has no "format": "{FORMAT}"')
         if data.get("version") != VERSION:
             raise PlanError(f"plan version {data.get('version')!r}; this ispasp reads version {VERSION}: update ispasp")
         try:
@@ -112,7 +116,9 @@ class Plan:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, PlanError):
                 raise
-            raise PlanError(f"the plan is damaged ({type(error).__name__}: {error}): write it again with to_json") from error
+            raise PlanError(
+                f"the plan is damaged ({type(error).__name__}: {error}): write it again with to_json"
+            ) from error
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -144,6 +150,8 @@ def _extent(data: Any, units: Mapping[str, int]) -> Extent:
     for segment in extent:
         for name, size in segment:
             if name is not None and units.get(name) != size:
-                raise PlanError(f"the plan's layout names {name!r} with {size} units, its dimensions say {units.get(name)}")
+                raise PlanError(
+                    f"the plan's layout names {name!r} with {size} units, its dimensions say {units.get(name)}"
+                )
     names_in(extent)
     return extent

@@ -41,7 +41,7 @@ class Network:
     batch: Callable[[], Any]
     last: Callable[[Any], nn.Module]
     """The layer that makes the output: torch-pruning must be asked to leave it."""
-    attention: Callable[[Any], bool] = lambda module: False  # noqa: E731
+    attention: Callable[[Any], bool] = lambda module: False
     """Which modules have heads that torch-pruning must be told of, and be corrected afterwards."""
     output: Callable[[Any], Tensor] | None = None
 
@@ -74,17 +74,26 @@ def _image() -> Tensor:
     return torch.randn(1, 3, 224, 224)
 
 
+def _torchvision(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model: nn.Module = getattr(import_torchvision().models, name)()
+        return model
+
+    return build
+
+
 def _bert() -> nn.Module:
     import_torchvision()
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return transformers.BertModel(transformers.BertConfig())
+    model: nn.Module = transformers.BertModel(transformers.BertConfig())  # type: ignore[no-untyped-call]
+    return model
 
 
 NETWORKS = {
-    "resnet50": Network(lambda: import_torchvision().models.resnet50(), _image, lambda model: model.fc),
-    "mobilenet_v2": Network(lambda: import_torchvision().models.mobilenet_v2(), _image, lambda model: model.classifier),
+    "resnet50": Network(_torchvision("resnet50"), _image, lambda model: model.fc),
+    "mobilenet_v2": Network(_torchvision("mobilenet_v2"), _image, lambda model: model.classifier),
     "bert_base": Network(  # the hints are those of torch-pruning's own example for BERT
         _bert,
         lambda: {"input_ids": torch.randint(1000, 30000, (1, 32))},
@@ -298,6 +307,6 @@ def as_table(rows: Sequence[Row], keep: float = 0.5) -> str:
         "Beside torch-pruning",
         both,
         data,
-        "torch-pruning also prunes residual streams; it is told the last layer, and for BERT the heads as in its example.",
+        "torch-pruning prunes residual streams too; it is told the last layer, and BERT's heads as in its own example.",
     )
     return f"{first}\n\n{second}"

@@ -133,8 +133,8 @@ def measure(case: Case, keep: float = 0.5) -> Row:
     started = time.perf_counter()
     try:
         found = survey(model, batch)
-    except NothingToPruneError as error:
-        why = str(error).partition(": ")[2]
+    except NothingToPruneError as nothing:
+        why = str(nothing).partition(": ")[2]
         return Row(case.name, case.group, "nothing to remove", why, seconds=time.perf_counter() - started)
     surveyed = time.perf_counter() - started
     plan = found.plan(random_units(found, keep))

@@ -17,14 +17,14 @@ _INNER = "is summed over between activations"
 
 
 @rule(aten.linear.default)
-def linear(t: Tracker, node: fx.Node, input: Value, weight: Value, bias: Value | None = None) -> Value:  # noqa: A002
+def linear(t: Tracker, node: fx.Node, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """y = x W^T + b."""
-    out = _product(t, node, ("input", input), ("weight", weight), -1, -1, "linear")
+    out = _product(t, node, ("input", x), ("weight", weight), -1, -1, "linear")
     made = weight.axes[:-1]
-    t.multiplies(node, [*input.axes, *made])
+    t.multiplies(node, [*x.axes, *made])
     if bias is not None and made:
         made = (t.unite(node, made[0], bias.axes[0]),)
-    return Value((*input.axes[:-1], *made), out)
+    return Value((*x.axes[:-1], *made), out)
 
 
 def _product(
@@ -78,18 +78,31 @@ def _convolution(
 
 @rule(*overloads(["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]))
 def convolution(
-    t: Tracker, node: fx.Node, input: Value, weight: Value, bias: Value | None = None, groups: int = 1, **_: Any  # noqa: A002
+    t: Tracker,
+    node: fx.Node,
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    groups: int = 1,
+    **_: Any,
 ) -> Value:
     """Channels in groups; space is frozen."""
-    return _convolution(t, node, input, weight, bias, groups, "transpose" in str(node.target))
+    return _convolution(t, node, x, weight, bias, groups, "transpose" in str(node.target))
 
 
 @rule(*overloads(["convolution", "_convolution"]))
 def general_convolution(
-    t: Tracker, node: fx.Node, input: Value, weight: Value, bias: Value | None, groups: int, transposed: bool, **_: Any  # noqa: A002
+    t: Tracker,
+    node: fx.Node,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    groups: int,
+    transposed: bool,
+    **_: Any,
 ) -> Value:
     """The general op behind them."""
-    return _convolution(t, node, input, weight, bias, groups, transposed)
+    return _convolution(t, node, x, weight, bias, groups, transposed)
 
 
 @rule(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default)
@@ -147,6 +160,22 @@ def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path:
         return fresh(node, reason)
     left, right = equation.split("->")
     terms = left.split(",")
+    letters = _letters(t, node, terms, tensors)
+    data = [k for k, value in enumerate(tensors) if not value.is_parameter]
+    for letter, axis in letters.items():
+        if sum(letter in terms[k] for k in data) > 1:
+            mark(axis, head=True)
+    summed = [letter for letter in letters if letter not in right]
+    for letter in _unread(t, node, terms, tensors, letters, summed):
+        freeze(letters[letter], Reason(_INNER, node.name))
+    if len(tensors) == 2:
+        t.multiplies(node, list(letters.values()))
+    parameters = [value.parameters for value in tensors]
+    made_of = frozenset().union(*parameters) if all(parameters) else frozenset()
+    return Value(tuple(letters[letter] for letter in right), made_of)
+
+
+def _letters(t: Tracker, node: fx.Node, terms: list[str], tensors: list[Value]) -> dict[str, Axis]:
     letters: dict[str, Axis] = {}
     for term, value in zip(terms, tensors, strict=True):
         for letter, axis in zip(term, value.axes, strict=True):
@@ -154,29 +183,25 @@ def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path:
                 letters[letter] = axis
             elif length(axis) != 1:
                 letters[letter] = t.unite(node, letters[letter], axis)
-    summed = [letter for letter in letters if letter not in right]
-    data = [k for k, value in enumerate(tensors) if not value.is_parameter]
+    return letters
+
+
+def _unread(
+    t: Tracker, node: fx.Node, terms: list[str], tensors: list[Value], letters: dict[str, Axis], summed: list[str]
+) -> list[str]:
+    """Note what the only parameter of an einsum reads; returns the letters that are summed over otherwise."""
     fixed = [k for k, value in enumerate(tensors) if value.is_parameter]
-    for letter, axis in letters.items():
-        if sum(letter in terms[k] for k in data) > 1:
-            mark(axis, head=True)
-    alone = summed
-    if data and len(fixed) == 1:
-        w, term = tensors[fixed[0]], terms[fixed[0]]
-        made = [letters[letter] for letter in term if letter not in summed]
-        for k in data:
-            read = [letter for letter in alone if letter in term and letter in terms[k]]
-            if read:
-                where = (f"tensors.{k}", tensors[k], [terms[k].index(letter) for letter in read])
-                t.contract(node, "matmul", where, w, [letters[letter] for letter in read], made)
-                alone = [letter for letter in alone if letter not in read]
-    if len(tensors) == 2:
-        t.multiplies(node, list(letters.values()))
-    for letter in alone:
-        freeze(letters[letter], Reason(_INNER, node.name))
-    parameters = [value.parameters for value in tensors]
-    made_of = frozenset().union(*parameters) if all(parameters) else frozenset()
-    return Value(tuple(letters[letter] for letter in right), made_of)
+    if len(fixed) != 1 or len(tensors) == 1:
+        return summed
+    w, term = tensors[fixed[0]], terms[fixed[0]]
+    made = [letters[letter] for letter in term if letter not in summed]
+    for k, x in enumerate(tensors):
+        read = [letter for letter in summed if letter in term and letter in terms[k]]
+        if k != fixed[0] and read:
+            where = (f"tensors.{k}", x, [terms[k].index(letter) for letter in read])
+            t.contract(node, "matmul", where, w, [letters[letter] for letter in read], made)
+            summed = [letter for letter in summed if letter not in read]
+    return summed
 
 
 @rule("transformers.grouped_mm_fallback.default", *overloads(["_grouped_mm"]))

@@ -16,7 +16,9 @@ from ispasp.graph.track import Tracker, rule
 from ispasp.graph.values import Value, fresh
 
 UNIFORM = "zeros ones full new_zeros new_ones new_full".split()
-MAKERS = "arange empty eye linspace scalar_tensor rand randn randint new_empty tril_indices triu_indices hann_window".split()
+MAKERS = """
+arange empty eye linspace scalar_tensor rand randn randint new_empty tril_indices triu_indices hann_window
+""".split()
 
 
 @rule(*overloads(UNIFORM))

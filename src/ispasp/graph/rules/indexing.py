@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ispasp.graph.atoms import Reason, freeze
+from ispasp.graph.atoms import Reason, freeze, length
 from ispasp.graph.rules.pointwise import broadcast, overloads
 from ispasp.graph.rules.shape import with_axes
 from ispasp.graph.track import Tracker, rule
@@ -64,7 +64,11 @@ def gather(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value, **_: Any
     t.freeze(node, x, [dim], "is indexed by position")
     dim %= len(x.axes)
     axes = [
-        index.axes[k] if k == dim else t.unite(node, axis, index.axes[k]) if _same(axis, index.axes[k]) else index.axes[k]
+        index.axes[k]
+        if k == dim
+        else t.unite(node, axis, index.axes[k])
+        if _same(axis, index.axes[k])
+        else index.axes[k]
         for k, axis in enumerate(x.axes)
     ]
     for k, axis in enumerate(x.axes):
@@ -75,8 +79,6 @@ def gather(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value, **_: Any
 
 
 def _same(a: Any, b: Any) -> bool:
-    from ispasp.graph.atoms import length
-
     return bool(length(a) == length(b))
 
 
@@ -106,7 +108,11 @@ def by_value(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
     return fresh(node, reason)
 
 
-@rule(*overloads(["index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]))
+@rule(
+    *overloads(
+        ["index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
+    )
+)
 def written(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Value:
     """Positions are written by index: everything that takes part is frozen."""
     reason = Reason("is written by index", node.name)

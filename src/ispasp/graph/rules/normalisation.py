@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def batch_norm(
     t: Tracker,
     node: fx.Node,
-    input: Value,  # noqa: A002  # the schema's name
+    x: Value,
     weight: Value | None,
     bias: Value | None,
     running_mean: Value | None,
@@ -27,21 +27,21 @@ def batch_norm(
     **_: Any,
 ) -> Value:
     """Each channel alone; batch statistics average over all other axes."""
-    axis = input.axes[1]
+    axis = x.axes[1]
     for parameter in (weight, bias, running_mean, running_var):
         if parameter is not None:
             axis = t.unite(node, axis, parameter.axes[0])
     if training:
-        others = [dim for dim in range(len(input.axes)) if dim != 1]
-        t.freeze(node, input, others, "batch statistics average over this axis")
-    return Value((input.axes[0], axis, *input.axes[2:]), input.parameters)
+        others = [dim for dim in range(len(x.axes)) if dim != 1]
+        t.freeze(node, x, others, "batch statistics average over this axis")
+    return Value((x.axes[0], axis, *x.axes[2:]), x.parameters)
 
 
 @rule(aten.instance_norm.default)
 def instance_norm(
     t: Tracker,
     node: fx.Node,
-    input: Value,  # noqa: A002
+    x: Value,
     weight: Value | None,
     bias: Value | None,
     running_mean: Value | None,
@@ -51,28 +51,28 @@ def instance_norm(
     """Each channel of each example alone."""
     for parameter in (weight, bias, running_mean, running_var):
         if parameter is not None:
-            t.unite(node, input.axes[1], parameter.axes[0])
-    t.freeze(node, input, range(2, len(input.axes)), "instance_norm averages over this axis")
-    return input
+            t.unite(node, x.axes[1], parameter.axes[0])
+    t.freeze(node, x, range(2, len(x.axes)), "instance_norm averages over this axis")
+    return x
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
-def layer_norm(t: Tracker, node: fx.Node, input: Value, normalized_shape: list[int], **rest: Any) -> Value:  # noqa: A002
+def layer_norm(t: Tracker, node: fx.Node, x: Value, normalized_shape: list[int], **rest: Any) -> Value:
     """The last axes are averaged over."""
     name = str(node.target).split(".")[1]
     why = f"{name} normalises over this axis"
-    t.freeze(node, input, range(-len(normalized_shape), 0), why)
+    t.freeze(node, x, range(-len(normalized_shape), 0), why)
     for parameter in (rest.get("weight"), rest.get("bias")):
         if parameter is not None:
             parameter.freeze(Reason(why, node.name))
-    return input
+    return x
 
 
 @rule(aten.group_norm.default)
 def group_norm(
     t: Tracker,
     node: fx.Node,
-    input: Value,  # noqa: A002
+    x: Value,
     num_groups: int,
     weight: Value | None,
     bias: Value | None,
@@ -80,17 +80,17 @@ def group_norm(
 ) -> Value:
     """Whole groups can go; inside a group channels are averaged over."""
     why = Reason("group_norm normalises over the channels of a group", node.name)
-    groups, inner = split(input.axes[1], [num_groups, length(input.axes[1]) // num_groups], why)
+    groups, inner = split(x.axes[1], [num_groups, length(x.axes[1]) // num_groups], why)
     freeze(inner, why)
     if num_groups == 1:
-        freeze(input.axes[1], why)
+        freeze(x.axes[1], why)
     t.counts(weight, "num_groups", groups)
     axis = flatten([groups, inner])
     for parameter in (weight, bias):
         if parameter is not None:
             axis = t.unite(node, axis, parameter.axes[0])
-    t.freeze(node, input, range(2, len(input.axes)), "group_norm normalises over this axis")
-    return Value((input.axes[0], axis, *input.axes[2:]), input.parameters)
+    t.freeze(node, x, range(2, len(x.axes)), "group_norm normalises over this axis")
+    return Value((x.axes[0], axis, *x.axes[2:]), x.parameters)
 
 
 @rule(aten._weight_norm.default)

@@ -15,9 +15,10 @@ aten = torch.ops.aten
 
 UNARY = """
 relu relu_ gelu gelu_ silu silu_ sigmoid sigmoid_ tanh tanh_ elu elu_ selu selu_ celu celu_ mish mish_ softplus
-hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu leaky_relu_ relu6 relu6_ threshold threshold_
-log_sigmoid softshrink hardshrink rrelu rrelu_ softsign
-exp exp_ exp2 expm1 log log2 log10 log1p sqrt sqrt_ rsqrt rsqrt_ reciprocal abs abs_ neg neg_ sign sgn square sin cos tan
+hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu leaky_relu_ relu6 relu6_
+threshold threshold_ log_sigmoid softshrink hardshrink rrelu rrelu_ softsign
+exp exp_ exp2 expm1 log log2 log10 log1p sqrt sqrt_ rsqrt rsqrt_ reciprocal abs abs_ neg neg_ sign sgn square sin cos
+tan
 asin acos atan sinh cosh erf erfc erfinv ceil floor round trunc frac logit bitwise_not logical_not isnan isinf isfinite
 clone contiguous detach detach_ alias dropout dropout_ feature_dropout alpha_dropout lift_fresh_copy lift lift_fresh
 nan_to_num positive real zeros_like ones_like empty_like rand_like randn_like full_like zero_ bernoulli
@@ -28,12 +29,13 @@ UNARY_OVERLOADS = """
 to.dtype to.device to.dtype_layout pow.Tensor_Scalar pow_.Scalar pow.Scalar
 add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar
 div.Scalar_mode remainder.Scalar fmod.Scalar floor_divide.Scalar bitwise_and.Scalar bitwise_or.Scalar
-eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar masked_fill.Scalar masked_fill_.Scalar fill_.Scalar fill_.Tensor
-fill.Scalar fill.Tensor round.decimals bernoulli.p xor.Scalar __and__.Scalar __or__.Scalar
+eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar masked_fill.Scalar masked_fill_.Scalar fill_.Scalar
+fill_.Tensor fill.Scalar fill.Tensor round.decimals bernoulli.p xor.Scalar __and__.Scalar __or__.Scalar
 """.split()
 
 BINARY = """
-mul.Tensor mul_.Tensor multiply.Tensor multiply_.Tensor div.Tensor div_.Tensor div.Tensor_mode divide.Tensor true_divide.Tensor
+mul.Tensor mul_.Tensor multiply.Tensor multiply_.Tensor div.Tensor div_.Tensor div.Tensor_mode divide.Tensor
+true_divide.Tensor
 pow.Tensor_Tensor atan2.default maximum.default minimum.default max.other min.other remainder.Tensor fmod.Tensor
 floor_divide.default eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default
 logical_xor.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor

@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 REDUCTIONS = """
 mean.dim mean.default sum.dim_IntList sum.default amax amin max.dim min.dim max.default min.default prod.dim_int var.dim
-var.correction std.dim std.correction var.default std.default var_mean.correction var_mean.dim linalg_vector_norm norm.ScalarOpt_dim norm.Scalar
+var.correction std.dim std.correction var.default std.default var_mean.correction var_mean.dim
+linalg_vector_norm norm.ScalarOpt_dim norm.Scalar
 norm.ScalarOpt_dim_dtype argmax argmin logsumexp any.dim all.dim any.default all.default any.dims all.dims median.dim
 """.split()
 
@@ -39,7 +40,8 @@ def reduced(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
     dims = [dim] if isinstance(dim, int) else dim
     rank = len(x.axes)
     over = set(range(rank)) if not dims else {d % rank for d in dims}
-    t.freeze(node, x, sorted(over), f"{name_of(node)} runs over this axis")
+    if node not in t.unread:
+        t.freeze(node, x, sorted(over), f"{name_of(node)} runs over this axis")
     keep = bool(arguments.get("keepdim", False))
     axes = [((),) if k in over else axis for k, axis in enumerate(x.axes) if keep or k not in over]
     value = with_axes(x, axes)

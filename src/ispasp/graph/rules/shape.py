@@ -11,8 +11,8 @@ from torch import fx
 
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, flatten, length, split
 from ispasp.graph.atoms import cut as cut_axis
-from ispasp.graph.track import Tracker, rule
 from ispasp.graph.rules.pointwise import overloads
+from ispasp.graph.track import Tracker, rule
 from ispasp.graph.values import Value, fresh
 
 aten = torch.ops.aten
@@ -23,7 +23,23 @@ def with_axes(value: Value, axes: Sequence[Axis]) -> Value:
     return Value(tuple(axes), value.parameters)
 
 
-@rule(*overloads(["view", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"]))
+@rule(
+    *overloads(
+        [
+            "view",
+            "_unsafe_view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "view_as",
+            "reshape_as",
+            "squeeze",
+            "unsqueeze",
+            "squeeze_",
+            "unsqueeze_",
+        ]
+    )
+)
 def view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     """Axes are merged and split as the sizes before and after tell."""
     before, after = [length(axis) for axis in x.axes], list(t.shape(node))
@@ -44,7 +60,8 @@ def _matched(before: list[int], after: list[int]) -> list[tuple[list[int], list[
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
-        sources, targets = [], []
+        sources: list[int] = []
+        targets: list[int] = []
         p = q = 1
         if i < len(before) and (j >= len(after) or before[i] == 1 != after[j]):
             groups.append(([i], []))  # a dimension of size 1 goes
@@ -105,7 +122,8 @@ def expand(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     shape = t.shape(node)
     own = [((),)] * (len(shape) - len(x.axes)) + list(x.axes)
     axes = [
-        axis if length(axis) == size else t.new(node, size, "is made by expand") for axis, size in zip(own, shape, strict=True)
+        axis if length(axis) == size else t.new(node, size, "is made by expand")
+        for axis, size in zip(own, shape, strict=True)
     ]
     return with_axes(x, axes)
 
@@ -118,7 +136,10 @@ def repeat(t: Tracker, node: fx.Node, x: Value, **repeats: list[int]) -> Value:
     times = [1] * (len(own) - len(times)) + list(times)
     return with_axes(
         x,
-        [axis if n == 1 else flatten([t.new(node, n, "counts copies"), axis]) for axis, n in zip(own, times, strict=True)],
+        [
+            axis if n == 1 else flatten([t.new(node, n, "counts copies"), axis])
+            for axis, n in zip(own, times, strict=True)
+        ],
     )
 
 
@@ -166,7 +187,7 @@ def piece(node: fx.Node, x: Value, dim: int, start: int, stop: int) -> Value:
 
 
 @rule(*overloads(["chunk", "unsafe_chunk", "split.Tensor", "unsafe_split"]))
-def equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> list[Value]:
+def equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
     """Parts of one size: they must lose the same positions, or their ends would move."""
     found = pieces(t, node, x, dim)
     for other in found[1:]:
@@ -178,7 +199,7 @@ def equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) ->
 
 
 @rule(*overloads(["split_with_sizes", "split.sizes", "tensor_split"]))
-def pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> list[Value]:
+def pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
     """A list of cuts, of the sizes the results have."""
     found, start = [], 0
     for part in node.meta["val"]:
@@ -261,7 +282,9 @@ def pixel_unshuffle(t: Tracker, node: fx.Node, x: Value, downscale_factor: int) 
     """Space goes into channels as a fast factor."""
     inner = t.new(node, downscale_factor**2, "comes from space by pixel_unshuffle")
     shape = t.shape(node)
-    return with_axes(x, [*x.axes[:-3], flatten([x.axes[-3], inner]), *(t.new(node, n, "is spatial") for n in shape[-2:])])
+    return with_axes(
+        x, [*x.axes[:-3], flatten([x.axes[-3], inner]), *(t.new(node, n, "is spatial") for n in shape[-2:])]
+    )
 
 
 @rule(aten.constant_pad_nd.default, aten.pad.default)

@@ -46,8 +46,8 @@ def resized(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
 
 
 @rule(*overloads(["grid_sampler", "grid_sampler_2d"]))
-def sampled(t: Tracker, node: fx.Node, input: Value, grid: Value, **_: Any) -> Value:  # noqa: A002
+def sampled(t: Tracker, node: fx.Node, x: Value, grid: Value, **_: Any) -> Value:
     """Sampling positions come from another tensor."""
-    t.freeze(node, input, [2, 3], "is spatial")
+    t.freeze(node, x, [2, 3], "is spatial")
     shape = t.shape(node)
-    return with_axes(input, [*input.axes[:2], *(t.new(node, size, "is spatial") for size in shape[2:])])
+    return with_axes(x, [*x.axes[:2], *(t.new(node, size, "is spatial") for size in shape[2:])])
