@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check results clean
+.PHONY: demo test check results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
@@ -22,6 +22,9 @@ results: $(VENV)/test.stamp       ## remake what docs/results/ shows
 	$(BIN)/ispasp reproduce synthetic --out docs/results
 	( printf '# Selection time\n\nMade by `ispasp bench selection` on 2 CPU cores.\n\n```\n'; \
 	  $(BIN)/ispasp bench selection; printf '```\n' ) > docs/results/selection.md
+
+zoo: $(VENV)/test.stamp           ## prune every network of the zoo and write docs/coverage.md
+	$(BIN)/ispasp bench coverage --out docs/coverage.md
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,8 +1,12 @@
 """ispasp: make trained PyTorch networks smaller by removing whole neurons, filters and attention heads."""
 
 from ispasp.api.apply import apply_
+from ispasp.api.load import load
+from ispasp.api.onnx import export_onnx
+from ispasp.api.save import save
 from ispasp.api.survey import Survey, survey
 from ispasp.errors import (
+    ExportError,
     InputError,
     IspaspError,
     MissingExtraError,
@@ -28,29 +32,33 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConvConsumer",
+    "ExportError",
     "ISpaSP",
     "InputError",
     "IspaspError",
     "LinearConsumer",
     "MissingExtraError",
+    "Moment",
     "NothingToPruneError",
     "Plan",
     "PlanError",
-    "SaveError",
-    "SurgeryError",
-    "Survey",
-    "TraceError",
-    "apply_",
-    "survey",
-    "Moment",
     "Random",
     "Reading",
+    "SaveError",
     "Selection",
     "Selector",
     "Statistics",
+    "SurgeryError",
+    "Survey",
     "TopK",
+    "TraceError",
+    "apply_",
+    "export_onnx",
     "i_spasp",
+    "load",
     "methods",
+    "save",
     "select_units",
+    "survey",
     "units_to_keep",
 ]

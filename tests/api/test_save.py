@@ -20,7 +20,9 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import ispasp
 from ispasp.api import save as module
-from ispasp.api.save import load, save
+from ispasp.api.files import digest
+from ispasp.api.load import load
+from ispasp.api.save import save
 from ispasp.errors import InputError, IspaspError, MissingExtraError, PlanError, SaveError
 from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.verify import output_of
@@ -385,7 +387,7 @@ def rewrite(change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> Call
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()
         change(tensors, metadata)
-        metadata["tensors_sha256"] = module._digest(tensors, metadata["about"])
+        metadata["tensors_sha256"] = digest(tensors, metadata["about"])
         save_file(tensors, path, metadata)
 
     return damage

@@ -1,35 +1,25 @@
-"""`ispasp.save` and `ispasp.load`: a pruned model as safetensors and JSON. Nothing is pickled."""
+"""`ispasp.save`: a pruned model as safetensors and JSON. Nothing is pickled."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ispasp.errors import InputError, IspaspError, MissingExtraError, PlanError, SaveError
+from ispasp.api.files import FILES, FORMAT, PLAN, VERSION, WEIGHTS, digest, slots
+from ispasp.errors import InputError, IspaspError, PlanError, SaveError
 from ispasp.surgery import attributes
-from ispasp.surgery.remove import Undo, all_or_nothing, remove_
 from ispasp.types.layout import full_length, kept_length
 from ispasp.types.plan import Plan
-
-PLAN, CONFIG, GENERATION, WEIGHTS = "plan.json", "config.json", "generation_config.json", "model.safetensors"
-FILES = (PLAN, CONFIG, GENERATION, WEIGHTS)
-FORMAT, VERSION = "ispasp", "1"
-
-Slot = tuple[dict[str, Any], str]  # a module's table of parameters or buffers, and the key in it
 
 
 class ModelWithPlan(Protocol):
@@ -42,16 +32,6 @@ class ModelWithPlan(Protocol):
     @property
     def plan(self) -> Plan:
         """The plan that was applied to it."""
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What a folder holds. `ties`: name -> name under which its tensor is stored; `unsaved`: buffer -> dtype."""
-
-    plan: Plan
-    tensors: Mapping[str, Tensor]
-    ties: Mapping[str, str]
-    unsaved: Mapping[str, str]
 
 
 def save(
@@ -94,38 +74,6 @@ def save(
     return folder
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Prune a freshly built dense model as the saved one was, in place, and fill it; returns the model.
-
-    dtypes are those of the file (what was saved in bfloat16 is bfloat16 again); devices, requires_grad and the training
-    mode are those of `model`; what was tied is tied again. A missing, unexpected or wrongly shaped tensor is an error,
-    and on any error `model` is exactly as before.
-
-    A model of a class in transformers may be left out: it is then built from `config.json`, on the CPU and in eval
-    mode, with nothing fetched from anywhere.
-
-    >>> load("no/such/folder", nn.Linear(2, 2))
-    Traceback (most recent call last):
-    ispasp.errors.SaveError: no/such/folder is not a folder: pass the folder that ispasp.save wrote
-    """
-    folder = Path(folder)
-    saved = _read(folder)
-    if model is None:
-        model = _build(folder)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: pass the dense torch.nn.Module, freshly built")
-    made_for = saved.plan.structure.model
-    if made_for not in {cls.__name__ for cls in type(model).__mro__}:
-        raise SaveError(f"{folder} holds a pruned {made_for}, not a {type(model).__name__}: pass a dense {made_for}")
-    with all_or_nothing() as undo:
-        remove_(model, saved.plan, undo)
-        _fill(model, saved, undo, folder)
-    return model
-
-
-# --- saving ---------------------------------------------------------------------------------------------------------
-
-
 def _model_and_plan(given: Any, plan: Plan | None) -> tuple[nn.Module, Plan]:
     model = given
     if isinstance(given, tuple) and len(given) == 2 and plan is None:
@@ -139,22 +87,12 @@ def _model_and_plan(given: Any, plan: Plan | None) -> tuple[nn.Module, Plan]:
     return model, plan
 
 
-def _slots(model: nn.Module) -> Iterator[tuple[str, Slot, bool]]:
-    """Every parameter and buffer: name, where it hangs, whether it is saved; tied ones under each of their names."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    yield prefix + key, (table, key), key not in module._non_persistent_buffers_set
-
-
 def _check_pruned(model: nn.Module, plan: Plan) -> None:
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise SaveError(f"{path or 'the model'} ({type(module).__name__}) has an extra state, which only "
                             "pickle could store: remove its get_extra_state, or save it yourself")  # fmt: skip
-    tensors = {name: table[key] for name, (table, key), _ in _slots(model)}
+    tensors = {name: table[key] for name, (table, key), _ in slots(model)}
     for name, tensor in tensors.items():
         if is_lazy(tensor) or tensor.is_meta:
             raise SaveError(f"{name!r} has no data yet: run the model once, on a real device, before saving it")
@@ -194,7 +132,7 @@ def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
     ties: dict[str, str] = {}
     unsaved: dict[str, str] = {}
     places: set[int] = set()
-    for name, (table, key), persistent in _slots(model):
+    for name, (table, key), persistent in slots(model):
         tensor = table[key]
         if not persistent:
             unsaved[name] = str(tensor.dtype).removeprefix("torch.")
@@ -207,7 +145,7 @@ def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
             tensors[name] = flat.clone() if flat.numel() and place in places else flat
             places.add(place)
     about = json.dumps({"ties": ties, "unsaved": unsaved})
-    checks = {"plan_sha256": hashlib.sha256(text).hexdigest(), "tensors_sha256": _digest(tensors, about)}
+    checks = {"plan_sha256": hashlib.sha256(text).hexdigest(), "tensors_sha256": digest(tensors, about)}
     save_file(tensors, folder / WEIGHTS, {"format": FORMAT, "version": VERSION, "about": about, **checks})
     if hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained"):
         _write_config(model, plan, folder)
@@ -225,15 +163,6 @@ def _write_config(model: Any, plan: Plan, folder: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
-
-
-def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
-    sha = hashlib.sha256(about.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return sha.hexdigest()
 
 
 def _publish(fresh: Path, folder: Path) -> None:
@@ -254,130 +183,3 @@ def _publish(fresh: Path, folder: Path) -> None:
             elif name not in before:
                 (folder / name).unlink(missing_ok=True)
         raise
-
-
-# --- loading --------------------------------------------------------------------------------------------------------
-
-
-def _read(folder: Path) -> _Saved:
-    """Everything in the folder, checked against its checksums."""
-    if not folder.is_dir():
-        raise SaveError(f"{folder} is not a folder: pass the folder that ispasp.save wrote")
-    for name in (PLAN, WEIGHTS):
-        if not (folder / name).is_file():
-            raise SaveError(f"{folder} has no {name}: pass a folder that ispasp.save wrote to the end")
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-        text = (folder / PLAN).read_bytes()
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"{folder / WEIGHTS} is damaged or cut short ({error}): copy or save it again") from error
-    if metadata.get("format") != FORMAT:
-        raise SaveError(f"{folder / WEIGHTS} was not written by ispasp (its format is {metadata.get('format')!r}): "
-                        "pass a folder that ispasp.save wrote")  # fmt: skip
-    if metadata.get("version") != VERSION:
-        raise SaveError(
-            f"{folder} has version {metadata.get('version')!r}; this ispasp reads {VERSION!r}: update ispasp"
-        )
-    if metadata.get("plan_sha256") != hashlib.sha256(text).hexdigest():
-        raise SaveError(f"{folder / PLAN} is not the plan that {WEIGHTS} was saved with (checksums differ): "
-                        "restore both files from one save")  # fmt: skip
-    about = metadata.get("about", "")
-    if metadata.get("tensors_sha256") != _digest(tensors, about):
-        raise SaveError(f"{folder / WEIGHTS} has been changed (checksums differ): copy or save it again")
-    return _Saved(Plan.from_json(text.decode()), tensors, **json.loads(about))
-
-
-def _build(folder: Path) -> nn.Module:
-    """The dense model that config.json describes."""
-    remedy = "pass the dense model: ispasp.load(folder, model)"
-    try:
-        data = json.loads((folder / CONFIG).read_bytes())
-        name = data["architectures"][0]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise SaveError(f"{folder / CONFIG} does not say which model to build ({error!r}): {remedy}") from error
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(f"building a {name} needs pip install 'ispasp[transformers]'; or {remedy}") from error
-    try:
-        cls = getattr(transformers, name)
-        if not issubclass(cls, transformers.PreTrainedModel):
-            raise TypeError(f"{name} is no PreTrainedModel")
-        with torch.random.fork_rng(devices=[]):
-            model: nn.Module = cls(cls.config_class.from_dict(data))
-        if (folder / GENERATION).exists():
-            stored = json.loads((folder / GENERATION).read_bytes())
-            model.generation_config = transformers.GenerationConfig.from_dict(stored)
-    except Exception as error:
-        raise SaveError(f"cannot build a {name} from {folder / CONFIG} ({error}): {remedy}") from error
-    return model.eval()
-
-
-def _fill(model: nn.Module, saved: _Saved, undo: Undo, folder: Path) -> None:
-    all_slots = {name: (slot, persistent) for name, slot, persistent in _slots(model)}
-    slots = {name: slot for name, (slot, persistent) in all_slots.items() if persistent}
-    _check_names(model, slots, saved, folder)
-    for name, stored in saved.ties.items():
-        (table, key), (source, source_key) = slots[name], slots[stored]
-        if isinstance(table[key], nn.Parameter) != isinstance(source[source_key], nn.Parameter):
-            raise SaveError(
-                f"{name!r} and {stored!r} are tied in {folder}; the model given has a parameter and a buffer"
-            )
-        undo(_putter(table, key, table[key]))
-        table[key] = source[source_key]
-    filled: dict[int, str] = {}
-    for name, value in saved.tensors.items():
-        table, key = slots[name]
-        tensor = table[key]
-        _check_tensor(name, tensor, value, folder)
-        if id(tensor) in filled:
-            raise SaveError(
-                f"{name!r} and {filled[id(tensor)]!r} are tied in the model given, not in {folder}: untie them"
-            )
-        filled[id(tensor)] = name
-        _set(tensor, value, value.dtype, undo)
-    for name, dtype in saved.unsaved.items():  # the constructor makes them; only a cast, as by .half(), is repeated
-        if name in all_slots:
-            (table, key), _ = all_slots[name]
-            if table[key].dtype != getattr(torch, dtype):
-                _set(table[key], table[key], getattr(torch, dtype), undo)
-
-
-def _check_names(model: nn.Module, slots: Mapping[str, Slot], saved: _Saved, folder: Path) -> None:
-    stored = {*saved.tensors, *saved.ties}
-    missing, unexpected = sorted(set(slots) - stored), sorted(stored - set(slots))
-    if missing or unexpected:
-        texts = [f"{what} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-                 for what, names in (("lacks", missing), ("has in excess", unexpected)) if names]  # fmt: skip
-        raise SaveError(f"{folder / WEIGHTS} {' and '.join(texts)}: build {type(model).__name__} as it was when saved")
-
-
-def _check_tensor(name: str, tensor: Tensor, value: Tensor, folder: Path) -> None:
-    if tensor.is_meta or is_lazy(tensor):
-        raise SaveError(f"{name!r} of the model given has no data: build the dense model on a real device")
-    if tensor.shape != value.shape:
-        raise SaveError(f"{name!r} has shape {tuple(value.shape)} in {folder / WEIGHTS}, the pruned model needs "
-                        f"{tuple(tensor.shape)}: build the dense model as it was when saved")  # fmt: skip
-    if (tensor.is_floating_point(), tensor.is_complex()) != (value.is_floating_point(), value.is_complex()):
-        raise SaveError(f"{name!r} is {value.dtype} in {folder / WEIGHTS}, {tensor.dtype} in the model given: "
-                        "build the dense model as it was when saved")  # fmt: skip
-
-
-def _set(tensor: Tensor, value: Tensor, dtype: torch.dtype, undo: Undo) -> None:
-    """Give a parameter or buffer new data: the same object, so that all who hold it see it."""
-    data, grad = tensor.data, tensor.grad
-
-    def restore() -> None:
-        tensor.grad = None
-        tensor.data = data
-        tensor.grad = grad
-
-    undo(restore)
-    tensor.grad = None
-    tensor.data = torch.empty_like(data, dtype=dtype).copy_(value.detach())
-
-
-def _putter(table: dict[str, Any], key: str, value: Any) -> Callable[[], None]:
-    return lambda: table.__setitem__(key, value)

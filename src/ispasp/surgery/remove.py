@@ -188,6 +188,13 @@ def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], und
                 f"{attribute.module!r} has {attribute.name}={found}, the plan expects {full_length(attribute.extent)}: "
                 "apply a plan once, to the dense model it was made for"
             )
+    for norm in plan.structure.weight_norms:
+        module, leaf = _holder(model, norm.v)
+        whole = leaf.removesuffix("_v")
+        if norm.v in touched and whole in vars(module):  # the hook-style weight_norm keeps the last weight it computed
+            _write_plain(
+                module, whole, torch._weight_norm(_tensor(model, norm.v), _tensor(model, norm.g), norm.dim), undo
+            )
     for path in dict.fromkeys(owner(name) for name in touched):
         module = model.get_submodule(path)
         for name, size in own_sizes(module).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import signal
 import time
@@ -132,7 +133,7 @@ def measure(case: Case, keep: float = 0.5) -> Row:
     model, batch = case.build(), case.batch()
     started = time.perf_counter()
     try:
-        found = survey(model, batch)
+        found, remark = _surveyed(model, batch)
     except NothingToPruneError as nothing:
         why = str(nothing).partition(": ")[2]
         return Row(case.name, case.group, "nothing to remove", why, seconds=time.perf_counter() - started)
@@ -156,7 +157,7 @@ def measure(case: Case, keep: float = 0.5) -> Row:
         case.name,
         case.group,
         "failed" if trouble else "smaller",
-        trouble,
+        trouble or remark,
         len(found.dimensions),
         ", ".join(f"{number} {kind}" for kind, number in kinds.items()),
         cost.dense_params,
@@ -168,6 +169,16 @@ def measure(case: Case, keep: float = 0.5) -> Row:
         _agreement(cost.params, params, cost.macs, macs),
         seconds,
     )
+
+
+def _surveyed(model: nn.Module, batch: Any) -> tuple[Survey, str]:
+    """The survey, and a remark where only residual streams can go."""
+    try:
+        return survey(model, batch), ""
+    except NothingToPruneError as error:
+        if "scope='all'" not in str(error):
+            raise
+    return survey(model, batch, scope="all"), "residual streams only: scope='all'"
 
 
 def random_units(found: Survey, keep: float) -> dict[str, list[int]]:
@@ -190,9 +201,18 @@ def count_macs(model: nn.Module, batch: Any, examples: int) -> int:
     It knows products and convolutions, not the fused kernels for attention on a CPU: those are switched off, one by
     name, the other by gradients. (Without gradients the counter stumbles over parameters handed from module to module.)
     """
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    more: dict[Any, Any] = {torch.ops.aten.mv: _product, torch.ops.aten.vdot: _product, torch.ops.aten.dot: _product}
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # products with experts, on a CPU
+        more[torch.ops.transformers.grouped_mm_fallback] = _product
+    counting = FlopCounterMode(display=False, custom_mapping=more)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counting as counter:
         call(model, batch)
     return int(counter.get_total_flops()) // 2 // examples
+
+
+def _product(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
+    """Operations of a (.., m, k) times b (.., k, n) or (k), rows of a going to one expert each."""
+    return 2 * math.prod(a) * (b[-1] if len(b) > 1 else 1)
 
 
 def _agreement(params: int, counted_params: int, macs: int, counted_macs: int) -> str:
