@@ -15,13 +15,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_readme_examples_run() -> None:
-    examples = blocks(ROOT / "README.md", "python")
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/theory.md"])
+def test_the_examples_run(page: str) -> None:
+    examples = blocks(ROOT / page, "python")
     assert examples
     namespace: dict[str, object] = {}
     for example in examples:
-        exec(compile(example, "README.md", "exec"), namespace)  # noqa: S102
-    assert "selection" in namespace
+        exec(compile(example, page, "exec"), namespace)  # noqa: S102
+    assert {"ispasp", "theory"} & set(namespace)
 
 
 def test_the_readme_opens_with_two_commands_that_make_has() -> None:

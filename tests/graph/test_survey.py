@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -155,3 +158,10 @@ def test_bad_options_are_refused() -> None:
         ispasp.survey(net(), X, kinds=["head"])
     with pytest.raises(ispasp.TraceError, match="cannot trace Sequential: .*Check that model"):
         ispasp.survey(net(), torch.randn(2, 5))
+
+
+def test_only_one_module_touches_torch_export() -> None:
+    sources = Path(ispasp.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if re.search(r"torch\.export\.\w|from torch.export", path.read_text())] == [
+        "trace.py"
+    ]

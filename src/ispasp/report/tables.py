@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
 _WIDTH = 240  # tables take what their cells need: module paths are long, and a cut one is of no use
 
 
