@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from ispasp.api.survey import Survey, survey
 from ispasp.errors import InputError, SurgeryError
+from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
+from ispasp.surgery.attempt import Failure, attempt
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.remove import all_or_nothing, remove_
-from ispasp.surgery.verify import output_of, relative_error, tolerance
+from ispasp.surgery.verify import relative_error, tolerance
 from ispasp.types.plan import Plan
 
 
@@ -48,32 +52,33 @@ def apply_(
     expected = masked_output(analysis, model, batch, plan.kept)
     with all_or_nothing() as undo:
         remove_(model, plan, undo, optimizer)
-        error = relative_error(output_of(model, batch), expected)
+        outcome = attempt(model, batch)
+        error = math.inf if isinstance(outcome, Failure) else relative_error(outcome, expected)
         if not error <= tolerance(expected):
             undo.run()
-            raise SurgeryError(_guilty(model, plan, batch, analysis, error))
+            what = (
+                f"the forward fails: {outcome.error}" if isinstance(outcome, Failure) else f"relative error {error:.1e}"
+            )
+            raise SurgeryError(_guilty(model, plan, batch, analysis, what))
     return model
 
 
-def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: object, error: float) -> str:
+def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis, what: str) -> str:
     names = list(plan.kept)
     while len(names) > 1:
         half = names[: len(names) // 2]
         names = half if _wrong(model, plan, half, batch, analysis) else names[len(half) :]
     return (
-        f"removing units of {names[0]!r} does not equal masking them (relative error {error:.1e}): the model is as it "
-        f"was; leave this dimension out (skip) and report the model"
+        f"removing units of {names[0]!r} does not equal masking them ({what}): the model is as it was; "
+        "leave this dimension out of the plan"
     )
 
 
-def _wrong(model: nn.Module, plan: Plan, names: list[str], batch: Batch, analysis: object) -> bool:
+def _wrong(model: nn.Module, plan: Plan, names: list[str], batch: Batch, analysis: Analysis) -> bool:
     part = Plan({name: plan.kept[name] for name in names}, plan.structure)
-    expected = masked_output(analysis, model, batch, part.kept)  # type: ignore[arg-type]
+    expected = masked_output(analysis, model, batch, part.kept)
     with all_or_nothing() as undo:
         remove_(model, part, undo)
-        try:
-            error = relative_error(output_of(model, batch), expected)
-        except Exception:
-            error = float("inf")
+        outcome = attempt(model, batch)
         undo.run()
-    return not error <= tolerance(expected)
+    return isinstance(outcome, Failure) or not relative_error(outcome, expected) <= tolerance(expected)

@@ -119,7 +119,7 @@ def _collect(tracker: Tracker) -> tuple[Found, ...]:
     read: dict[Atom, list[Contraction]] = {}
     for contraction in tracker.contractions:
         for table, axes in ((made, contraction.made), (read, contraction.contracted)):
-            for atom in {atom for axis in axes for segment in resolve(axis) for atom in segment}:
+            for atom in dict.fromkeys(atom for axis in axes for segment in resolve(axis) for atom in segment):
                 table.setdefault(atom, []).append(contraction)
     looked_up = _tables(tracker)
     found: list[Found] = []

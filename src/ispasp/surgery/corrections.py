@@ -28,20 +28,22 @@ def search(
     failure: Failure, structure: Structure, kept: Kept, dense: Mapping[str, list[list[Shape]]]
 ) -> tuple[Attribute, ...]:
     """Corrections with which the failing module runs, looking outwards from where it failed; empty if none is found."""
-    for frame in list(reversed(failure.stack))[:_MOST_FRAMES]:
+    frames = list(reversed(failure.stack))
+    allowed = _allowed(structure, kept)
+    for depth, frame in enumerate(frames[:_MOST_FRAMES]):
+        inner = [f for f in frames[: depth + 1] if not is_builtin(f.module)]
         if is_builtin(frame.module):
             continue
-        options = _options(frame.path, frame.module, structure, kept)
-        allowed = _allowed(structure, kept)
+        options = [o for f in reversed(inner) for o in _options(frame.path, f.path, f.module, structure, kept)]
+        modules = {f.path: f.module for f in inner}
         for chosen in _subsets(options):
-            with_numbers = [(c.name, attributes.read(frame.module, c.name)) for c in chosen]
-            before = dict(vars(frame.module))
+            before = {path: dict(vars(module)) for path, module in modules.items()}
             for correction in chosen:
-                attributes.write(frame.module, correction.name, kept_length(correction.extent, kept))
+                attributes.write(modules[correction.module], correction.name, kept_length(correction.extent, kept))
             found = call(frame)
-            vars(frame.module).clear()
-            vars(frame.module).update(before)
-            assert [(n, attributes.read(frame.module, n)) for n, _ in with_numbers] == with_numbers  # noqa: S101
+            for path, values in before.items():
+                vars(modules[path]).clear()
+                vars(modules[path]).update(values)
             if found is not None and _fits(found, dense.get(frame.path, []), allowed):
                 return tuple(chosen)
     return ()
@@ -54,16 +56,20 @@ def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, ke
         cls = type(model.get_submodule(correction.module))
         for path, module in model.named_modules():
             if type(module) is cls:
-                options = _options(path, module, structure, kept)
+                options = _options(path, path, module, structure, kept)
                 same = [o for o in options if o.name == correction.name and _pattern(o) == _pattern(correction)]
                 corrections += same[:1]
     return corrections
 
 
-def candidates(path: str, module: nn.Module, structure: Structure, kept: Kept) -> Iterator[tuple[Attribute, ...]]:
-    """Sets of corrections that could be tried in a module, the smallest first; few, for each costs a forward pass."""
+def candidates(path: str, model: nn.Module, structure: Structure, kept: Kept) -> Iterator[tuple[Attribute, ...]]:
+    """Sets of corrections that could be tried in and below a module, the smallest first; each costs a forward pass."""
     known = {(a.module, a.name) for a in structure.attributes}
-    options = [o for o in _options(path, module, structure, kept) if (o.module, o.name) not in known]
+    options = []
+    for inside, module in model.get_submodule(path).named_modules():
+        where = ".".join(filter(None, (path, inside)))
+        if not is_builtin(module):
+            options += [o for o in _options(path, where, module, structure, kept) if (o.module, o.name) not in known]
     return islice(_subsets(options), _MOST_PASSES)
 
 
@@ -86,10 +92,10 @@ def is_builtin(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn") and not list(module.children())
 
 
-def _options(path: str, module: nn.Module, structure: Structure, kept: Kept) -> list[Attribute]:
-    """Numbers of the module that equal a dense size involving a hidden dimension of its tensors."""
+def _options(around: str, path: str, module: nn.Module, structure: Structure, kept: Kept) -> list[Attribute]:
+    """Numbers of a module that equal a dense size involving a hidden dimension of the tensors around it."""
     sizes: dict[int, list[Extent]] = {}
-    for extent in _extents(path, structure, kept):
+    for extent in _extents(around, structure, kept):
         known = sizes.setdefault(full_length(extent), [])
         if all(kept_length(extent, kept) != kept_length(other, kept) for other in known):
             known.append(extent)

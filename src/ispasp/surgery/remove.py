@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ispasp.errors import PlanError
 from ispasp.graph.analyse import owner
 from ispasp.surgery import attributes
-from ispasp.surgery.attention import slim
+from ispasp.surgery.attention import SlimMultiheadAttention, slim
 from ispasp.surgery.modules import own_sizes
 from ispasp.types.layout import full_length, kept_length, kept_mask, names_in
 from ispasp.types.plan import Plan, TensorLayout
@@ -173,21 +173,21 @@ def _row_norms(v: Tensor, dim: int) -> Tensor:
 
 def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], undo: Undo) -> None:
     """Numbers that forwards read, then what layers say about their own sizes."""
+    heads = {a.module: kept_length(a.extent, plan.kept) for a in plan.structure.attributes if a.name == "num_heads"}
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.MultiheadAttention) and any(name.startswith(f"{path}.") for name in touched):
+            _swap(model, module, heads.get(path, module.num_heads), undo)
     for attribute in plan.structure.attributes:
-        if not names_in(attribute.extent) & set(plan.kept):
-            continue
         module = model.get_submodule(attribute.module)
-        new = kept_length(attribute.extent, plan.kept)
-        if isinstance(module, nn.MultiheadAttention) and attribute.name == "num_heads":
-            _swap(model, module, new, undo)
-        elif attributes.read(module, attribute.name) == full_length(attribute.extent):
-            _write(module, attribute.name, new, undo)
-        else:
-            found = attributes.read(module, attribute.name)
+        if not names_in(attribute.extent) & set(plan.kept) or isinstance(module, SlimMultiheadAttention):
+            continue
+        found, expected = attributes.read(module, attribute.name), full_length(attribute.extent)
+        if found != expected:
             raise PlanError(
-                f"{attribute.module!r} has {attribute.name}={found}, the plan expects {full_length(attribute.extent)}: "
+                f"{attribute.module!r} has {attribute.name}={found}, the plan expects {expected}: "
                 "apply a plan once, to the dense model it was made for"
             )
+        _write(module, attribute.name, kept_length(attribute.extent, plan.kept), undo)
     for norm in plan.structure.weight_norms:
         module, leaf = _holder(model, norm.v)
         whole = leaf.removesuffix("_v")

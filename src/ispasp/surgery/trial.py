@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ispasp.errors import PlanError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
 from ispasp.surgery.attempt import Failure, Shape, attempt, shapes_of
@@ -24,6 +23,7 @@ from ispasp.types.layout import Kept, names_in
 from ispasp.types.plan import Attribute, Plan, Structure
 
 _MOST_ROUNDS = 60
+_FRACTIONS = (0.5, 0.4, 0.6, 0.45, 0.55)
 OnFailure = Callable[[Failure, Sequence[str]], Callable[[], None]]
 
 
@@ -37,6 +37,7 @@ class Trial:
     structure: Structure
     refused: dict[str, str] = field(default_factory=dict)
     _dense: dict[str, list[list[Shape]]] = field(default_factory=dict)
+    _searched: set[tuple[str, str]] = field(default_factory=set)  # corrections found by trial, not told by the graph
     _by_analogy: set[tuple[str, str]] = field(default_factory=set)  # corrections taken over from another module
     _dropped: set[tuple[str, str]] = field(default_factory=set)  # of those, the ones that did harm
 
@@ -55,16 +56,23 @@ class Trial:
             self._correct_difference(names, error)
 
     def _half(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """A random half of the units of each dimension; a few more here and there, so that sizes differ.
+        """About half of the units of each dimension, at random.
 
-        Larger dimensions stay multiples of four, as some kernels want aligned rows.
+        Dimensions of equal size keep different numbers, and none in proportion to another, so that a forward that
+        reads the size of one for another is found out. Larger ones stay multiples of four: some kernels want that.
         """
         generator = torch.Generator().manual_seed(0)
-        kept = {}
+        kept: dict[str, tuple[int, ...]] = {}
+        used: dict[int, set[int]] = {}
         for number, name in enumerate(names):
             units = self.structure.units[name]
             step = 4 if units >= 16 else 1
-            count = max(1, min(units - 1, units // 2 // step * step + number % 2 * step))
+            wish = units * _FRACTIONS[number % len(_FRACTIONS)]
+            free = [n for n in range(step, units, step) if n not in used.get(units, ())] or list(
+                range(step, units, step)
+            )
+            count = min(free, key=lambda n: abs(n - wish))
+            used.setdefault(units, set()).add(count)
             kept[name] = tuple(sorted(torch.randperm(units, generator=generator)[:count].tolist()))
         return kept
 
@@ -108,6 +116,7 @@ class Trial:
         ]
         new = {(a.module, a.name): a for a in (*more, *found) if (a.module, a.name) not in known}
         self._by_analogy |= {key for key in new if key not in {(a.module, a.name) for a in found}}
+        self._searched |= set(new)
         self.structure = replace(self.structure, attributes=(*self.structure.attributes, *new.values()))
         return bool(new)
 
@@ -162,8 +171,7 @@ class Trial:
         """Find the guilty dimensions; a number that the forward reads may be wrong without making it fail."""
         guilty = self._bisect(names) or names
         for name in guilty:
-            found = self._corrected(name)
-            if found and self._adopt(found, names):
+            if self._corrected(name, names):
                 return
         why = f"removing its units does not equal masking them (relative error {error:.1e})"
         self.refused.update(dict.fromkeys(guilty, why))
@@ -183,20 +191,26 @@ class Trial:
         error, limit = self._error(outcome, self._half(names))
         return error > limit
 
-    def _corrected(self, name: str) -> tuple[Attribute, ...]:
-        """Corrections of the numbers in the module around a dimension with which its removal equals masking."""
-        tensors = [
-            t for t, layout in self.structure.tensors.items() if any(name in names_in(e) for e in layout.axes.values())
-        ]
-        path = common_path(tensors)
+    def _corrected(self, name: str, names: Sequence[str]) -> bool:
+        """Look for corrections around a dimension with which its removal equals masking, and take them over."""
+        layouts = self.structure.tensors.items()
+        path = common_path([t for t, layout in layouts if any(name in names_in(e) for e in layout.axes.values())])
         before = self.structure
-        for chosen in candidates(path, self.model.get_submodule(path), before, self._half([name])):
-            self.structure = replace(before, attributes=(*before.attributes, *chosen))
-            try:
-                if not self._is_wrong([name]):
-                    return chosen
-            except PlanError:
-                continue
-            finally:
-                self.structure = before
-        return ()
+        told = tuple(
+            a for a in before.attributes if (a.module, a.name) not in self._searched or not _within(a.module, path)
+        )
+        for chosen in candidates(path, self.model, replace(before, attributes=told), self._half([name])):
+            self.structure = replace(before, attributes=(*told, *chosen))
+            if not self._is_wrong([name]):
+                new = {(a.module, a.name) for a in chosen}
+                if new <= {(a.module, a.name) for a in before.attributes}:
+                    break  # nothing that was not there before
+                self._searched |= new
+                self._adopt(chosen, names)
+                return True
+        self.structure = before
+        return False
+
+
+def _within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
