@@ -42,18 +42,23 @@ class Trial:
     _dropped: set[tuple[str, str]] = field(default_factory=set)  # of those, the ones that did harm
 
     def run(self) -> None:
-        """Try all dimensions together until the model runs and equals masking."""
+        """Try all dimensions together, then every other one, until the model runs and equals masking."""
         for _ in range(_MOST_ROUNDS):
             names = [name for name in self.structure.units if name not in self.refused]
-            if not names:
+            if not names or (self._passes(names) and (len(names) == 1 or self._passes(names[::2]))):
                 return
-            outcome = self._try(names, self._correct_failure)
-            if isinstance(outcome, Failure):
-                continue
-            error, limit = self._error(outcome, self._half(names))
-            if error <= limit:
-                return
+        left = [name for name in self.structure.units if name not in self.refused]
+        self.refused.update(dict.fromkeys(left, f"no way to remove it was found in {_MOST_ROUNDS} trials"))
+
+    def _passes(self, names: list[str]) -> bool:
+        """Whether these dimensions can go; if not, something has been learnt from it."""
+        outcome = self._try(names, self._correct_failure)
+        if isinstance(outcome, Failure):
+            return False
+        error, limit = self._error(outcome, self._half(names))
+        if error > limit:
             self._correct_difference(names, error)
+        return error <= limit
 
     def _half(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """About half of the units of each dimension, at random.
