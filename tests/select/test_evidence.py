@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from ispasp import i_spasp, select_units
+from ispasp.calibrate import measure
 from ispasp.calibrate.patches import patches
 from ispasp.select import Evidence, energy
-from ispasp.types import ConvConsumer
+from ispasp.types import ConvConsumer, LinearConsumer, Statistics
+from ispasp.types.geometry import Geometry
 from support.problems import Problem, problems
 
 
@@ -58,6 +61,36 @@ def test_patches_turn_a_consumer_into_a_matrix(problem: Problem, batch: int) -> 
     assert_close((W @ X).flatten(0, 1), expected.reshape(A.outputs, -1), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_padding_that_differs_from_axis_to_axis(mode: str) -> None:
+    torch.manual_seed(0)
+    conv = torch.nn.Conv3d(2, 3, (1, 2, 3), (1, 2, 1), (0, 1, 2), padding_mode=mode, bias=False)
+    A = ConvConsumer(conv.weight, geometry=Geometry(conv.stride, conv.padding, padding_mode=mode))
+    H = torch.rand(2, 2, 3, 4, 5)
+    assert_close(A(H), conv(H).detach())
+    W, X = A.grouped_weight().flatten(2), patches(A, H)
+    assert_close((W @ X).flatten(0, 1), A(H).movedim(1, 0).flatten(1))
+
+
+def test_a_tap_outside_the_input_is_minus_one() -> None:
+    plain = Geometry(padding=(3,)).sources(0, size=2, kernel=2)
+    transposed = Geometry(transposed=True).sources(0, size=2, kernel=4)
+    assert plain.tolist() == [[-1, -1, -1, 0, 1, -1, -1], [-1, -1, 0, 1, -1, -1, -1]]
+    assert transposed.tolist() == [[0, 1, -1, -1, -1], [-1, 0, 1, -1, -1], [-1, -1, 0, 1, -1], [-1, -1, -1, 0, 1]]
+
+
+def test_a_residual_that_cancels_is_zero_and_not_an_error() -> None:
+    forms = []
+    for seed in range(20):
+        a, b = torch.rand(2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        A, H = LinearConsumer(torch.stack([a, b, -(a + b)])[None]), torch.full((1, 3), 0.1, dtype=torch.float64)
+        reading = measure(A, H, ["moment", "gram"])
+        ones = torch.ones(3, dtype=torch.float64)
+        forms.append(float(ones @ energy(A, reading.gram, 3) @ ones))
+        assert Evidence(Statistics(3, (reading,))).step(()).residual == pytest.approx(0, abs=1e-8)
+    assert min(forms) < 0  # rounding does make a square negative
+
+
 @given(problems(), st.integers(1, 3))
 def test_energy_of_everything_is_the_dense_output(problem: Problem, batch: int) -> None:
     H = problem.data(batch)
@@ -68,9 +101,6 @@ def test_energy_of_everything_is_the_dense_output(problem: Problem, batch: int) 
 
 
 def test_first_moments_alone_do_not_claim_a_residual() -> None:
-    from ispasp.calibrate import measure
-    from ispasp.types import LinearConsumer, Statistics
-
     statistics = Statistics(3, (measure(LinearConsumer(torch.randn(2, 3)), torch.rand(4, 3)),))
     selection = i_spasp(statistics, 1)
     assert set(selection.residuals) == {None}

@@ -58,6 +58,13 @@ def test_adding_changes_neither_part_and_counts_examples() -> None:
     assert both.gram.total.tolist() == [[[22.0, 22.0], [22.0, 22.0]]]
 
 
+@pytest.mark.parametrize("method", ["ispasp", "topk"])
+def test_every_consumer_has_a_say(method: str) -> None:
+    often, seldom = torch.tensor([[1.0, 5.0]]), torch.tensor([[9.0, 6.0]])
+    for Hs in ([often, seldom], [seldom, often]):
+        assert select_units([torch.eye(2), torch.eye(2)], Hs, keep=1, method=method).kept == (1,)
+
+
 @pytest.mark.parametrize("need", NEEDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_every_statistic_refuses_nan_and_inf(need: str, bad: float) -> None:

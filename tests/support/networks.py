@@ -1206,7 +1206,7 @@ class Network:
     @property
     def stubborn(self) -> bool:
         """Whether sizes stand in the code of a forward, or follow from shapes in ways that suit some plans only."""
-        return bool({"literal", "halves", "chunk", "slice", "tensor_split"}.intersection(map(str, self.choices)))
+        return bool({"literal", "halves"}.intersection(map(str, self.choices)))
 
     def __repr__(self) -> str:
         names = [getattr(c, "__name__", c) for c in self.choices]

@@ -264,6 +264,7 @@ def channel_shuffle(t: Tracker, node: fx.Node, x: Value, groups: int) -> Value:
     """(groups, rest) -> (rest, groups) on axis 1."""
     size = length(x.axes[1])
     outer, inner = split(x.axes[1], [groups, size // groups], Reason("is shuffled across its structure", node.name))
+    t.freeze(node, Value((outer,)), [0], "counts the groups of a shuffle")
     return with_axes(x, [x.axes[0], flatten([inner, outer]), *x.axes[2:]])
 
 
