@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from ispasp import ISpaSP, TopK, i_spasp, reference, select_units
 from ispasp.calibrate import measure
 from ispasp.select.coupling import activation, couplings
+from ispasp.select.ordering import descending
 from ispasp.types import ConvConsumer, LinearConsumer, Selection, Statistics
 from ispasp.types.geometry import Geometry
 from support.problems import Problem, problems
@@ -145,6 +146,13 @@ def test_the_order_of_summation_decides_nothing_but_a_billionth_does(method: str
     assert select_units(W, H, keep=3, method=method).kept == (0, 1, 2)
     H[0, 4] += 1e-9
     assert select_units(W, H, keep=3, method=method).kept == (0, 1, 4)
+
+
+@pytest.mark.parametrize(("bits", "order"), [(48, [0, 1]), (30, [1, 0])])
+def test_values_are_compared_to_forty_bits(bits: int, order: list[int]) -> None:
+    for scale in (1.0, -1.0, 2.0**60, 2.0**-60):
+        x = scale * torch.tensor([1.0, 1.0 + 2.0**-bits], dtype=torch.float64)
+        assert descending(x).tolist() == (order if scale > 0 else [0, 1])
 
 
 def test_rounding_noise_in_the_residual_decides_nothing() -> None:
