@@ -168,8 +168,8 @@ def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path:
     summed = [letter for letter in letters if letter not in right]
     for letter in _unread(t, node, terms, tensors, letters, summed):
         freeze(letters[letter], Reason(_INNER, node.name))
-    if len(tensors) == 2:
-        t.multiplies(node, list(letters.values()))
+    for step in _pairwise(terms, right, {letter: length(axis) for letter, axis in letters.items()}):
+        t.multiplies(node, [letters[letter] for letter in step])
     parameters = [value.parameters for value in tensors]
     made_of = frozenset().union(*parameters) if all(parameters) else frozenset()
     return Value(tuple(letters[letter] for letter in right), made_of)
@@ -184,6 +184,22 @@ def _letters(t: Tracker, node: fx.Node, terms: list[str], tensors: list[Value]) 
             elif length(axis) != 1:
                 letters[letter] = t.unite(node, letters[letter], axis)
     return letters
+
+
+def _pairwise(terms: list[str], right: str, sizes: dict[str, int]) -> list[list[str]]:
+    """Letters of the matrix products that torch makes of an einsum, operand by operand from left to right.
+
+    >>> _pairwise(["bhqk", "bhkd", "hdo"], "bqo", dict.fromkeys("bhqkdo", 2))
+    [['b', 'd', 'h', 'k', 'q'], ['b', 'd', 'h', 'o', 'q']]
+    """
+    products, current = [], set(terms[0])
+    for k, term in enumerate(terms[1:], 1):
+        later = set(right).union(*terms[k + 1 :])
+        a, b = current & (set(term) | later), set(term) & (current | later)  # the others are summed over beforehand
+        if any(sizes[letter] != 1 for letter in (a & b) - later):  # without a sum torch just multiplies
+            products.append(sorted(a | b))
+        current = (a | b) & later
+    return products
 
 
 def _unread(
@@ -207,9 +223,10 @@ def _unread(
 @rule("transformers.grouped_mm_fallback.default", *overloads(["_grouped_mm"]))
 def grouped_product(t: Tracker, node: fx.Node, **operands: Any) -> Value:
     """Rows (T, K) times the matrix (E, K, N) of the expert that each row was sent to: (T, N)."""
-    (name, rows), (_, weight) = [(key, value) for key, value in operands.items() if isinstance(value, Value)][:2]
+    rows, weight = [value for value in operands.values() if isinstance(value, Value)][:2]
+    first, second = (argument.name for argument in node.target._schema.arguments[:2])  # type: ignore[union-attr]
     t.freeze(node, weight, [0], "counts experts")
-    _product(t, node, ("self" if name == "x" else name, rows), ("weight", weight), -1, -2, "linear")
+    _product(t, node, (first, rows), (second, weight), -1, -2, "linear")
     t.multiplies(node, [*rows.axes, weight.axes[-1]])
     return Value((*rows.axes[:-1], weight.axes[-1]))
 
