@@ -201,7 +201,8 @@ def count_macs(model: nn.Module, batch: Any, examples: int) -> int:
     It knows products and convolutions, not the fused kernels for attention on a CPU: those are switched off, one by
     name, the other by gradients. (Without gradients the counter stumbles over parameters handed from module to module.)
     """
-    more: dict[Any, Any] = {torch.ops.aten.mv: _product, torch.ops.aten.vdot: _product, torch.ops.aten.dot: _product}
+    aten = torch.ops.aten
+    more: dict[Any, Any] = {op: _product for op in (aten.mv, aten.vdot, aten.dot, aten._grouped_mm)}
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # products with experts, on a CPU
         more[torch.ops.transformers.grouped_mm_fallback] = _product
     counting = FlopCounterMode(display=False, custom_mapping=more)
