@@ -23,6 +23,10 @@ def _batch_norm(m: Any) -> dict[str, Any]:
     return {} if known is None else {"num_features": known.shape[0]}
 
 
+def _table(m: Any) -> dict[str, Any]:
+    return {"num_embeddings": m.weight.shape[0], "embedding_dim": m.weight.shape[1]}
+
+
 def _hf_conv1d(m: Any) -> dict[str, Any]:
     return {"nx": m.weight.shape[0], "nf": m.weight.shape[1]}
 
@@ -33,7 +37,9 @@ _SIZES: list[tuple[type[nn.Module], Callable[[Any], dict[str, Any]]]] = [
     (nn.modules.batchnorm._NormBase, _batch_norm),
     (nn.GroupNorm, lambda m: {} if m.weight is None else {"num_channels": m.weight.shape[0]}),
     (nn.PReLU, lambda m: {"num_parameters": m.weight.shape[0]}),
-    (nn.Embedding, lambda m: {"num_embeddings": m.weight.shape[0], "embedding_dim": m.weight.shape[1]}),
+    (nn.Embedding, _table),
+    (nn.EmbeddingBag, _table),
+    (nn.Bilinear, lambda m: dict(zip(("out_features", "in1_features", "in2_features"), m.weight.shape, strict=True))),
     (nn.LayerNorm, lambda m: {} if m.weight is None else {"normalized_shape": tuple(m.weight.shape)}),
 ]
 

@@ -202,7 +202,7 @@ def count_macs(model: nn.Module, batch: Any, examples: int) -> int:
     name, the other by gradients. (Without gradients the counter stumbles over parameters handed from module to module.)
     """
     aten = torch.ops.aten
-    more: dict[Any, Any] = {op: _product for op in (aten.mv, aten.vdot, aten.dot, aten._grouped_mm)}
+    more: dict[Any, Any] = dict.fromkeys((aten.mv, aten.vdot, aten.dot, aten._grouped_mm), _product)
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # products with experts, on a CPU
         more[torch.ops.transformers.grouped_mm_fallback] = _product
     counting = FlopCounterMode(display=False, custom_mapping=more)

@@ -149,6 +149,32 @@ def addmm(t: Tracker, node: fx.Node, x: Value, **operands: Any) -> Value:
     return broadcast(t, node, [product, Value(x.axes)])
 
 
+@rule(aten.tensordot.default)
+def tensordot(t: Tracker, node: fx.Node, x: Value, other: Value, dims_self: list[int], dims_other: list[int]) -> Value:
+    """Sums over pairs of axes; the others of both remain, in order."""
+    parameters: frozenset[str] = frozenset()
+    for a, b in zip(dims_self, dims_other, strict=True):
+        parameters = _product(t, node, ("self", x), ("other", other), a, b, "matmul")
+    summed = [{d % len(v.axes) for d in dims} for v, dims in ((x, dims_self), (other, dims_other))]
+    t.multiplies(node, [*x.axes, *(axis for k, axis in enumerate(other.axes) if k not in summed[1])])
+    kept = [axis for v, gone in zip((x, other), summed, strict=True) for k, axis in enumerate(v.axes) if k not in gone]
+    return Value(tuple(kept), parameters)
+
+
+@rule(aten.bilinear.default)
+def bilinear(t: Tracker, node: fx.Node, input1: Value, input2: Value, weight: Value, bias: Value | None) -> Value:
+    """y_o = x1^T W_o x2 + b_o: the weight (outputs, inputs 1, inputs 2) reads both."""
+    for number, value in ((1, input1), (2, input2)):
+        t.unite(node, value.axes[-1], weight.axes[number])
+        where = (f"input{number}", value, [len(value.axes) - 1])
+        if weight.is_parameter and not value.is_parameter:
+            t.contract(node, "linear", where, weight, [weight.axes[number]], [weight.axes[0]])
+        else:
+            t.freeze(node, value, [-1], _INNER)
+    made = weight.axes[0] if bias is None else t.unite(node, weight.axes[0], bias.axes[0])
+    return Value((*_batch(t, node, [input1.axes[:-1], input2.axes[:-1]]), made))
+
+
 @rule(aten.einsum.default)
 def einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path: Any = None) -> Any:
     """Letters are axes; those missing on the right are summed over."""

@@ -31,6 +31,16 @@ def embedding(t: Tracker, node: fx.Node, weight: Value, indices: Value, **_: Any
     return Value((*indices.axes, weight.axes[1]))
 
 
+@rule(*overloads(["embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"]))
+def embedding_bag(t: Tracker, node: fx.Node, weight: Value, per_sample_weights: Value | None = None, **_: Any) -> Any:
+    """Rows of a table, added up in bags."""
+    t.freeze(node, weight, [0], "is looked up by index")
+    if per_sample_weights is not None:
+        per_sample_weights.freeze(Reason("weighs rows of a table", node.name))
+    made = fresh(node, Reason("counts bags", node.name))
+    return [Value((made[0].axes[0], weight.axes[1])), *made[1:]]
+
+
 @rule(aten.index_select.default)
 def index_select(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
     """Some positions of an axis."""
