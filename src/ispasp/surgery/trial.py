@@ -23,6 +23,7 @@ from ispasp.types.layout import Kept, names_in
 from ispasp.types.plan import Attribute, Plan, Structure
 
 _MOST_ROUNDS = 60
+_MOST_CORRECTED = 3  # each costs many forward passes
 _FRACTIONS = (0.5, 0.4, 0.6, 0.45, 0.55)
 OnFailure = Callable[[Failure, Sequence[str]], Callable[[], None]]
 
@@ -73,11 +74,9 @@ class Trial:
             units = self.structure.units[name]
             step = 4 if units >= 16 else 1
             wish = units * _FRACTIONS[number % len(_FRACTIONS)]
-            free = [n for n in range(step, units, step) if n not in used.get(units, ())] or list(
-                range(step, units, step)
-            )
-            count = min(free, key=lambda n: abs(n - wish))
-            used.setdefault(units, set()).add(count)
+            counts, taken = range(step, units, step), used.setdefault(units, set())
+            count = min(counts, key=lambda n: (n in taken, abs(n - wish)))
+            taken.add(count)
             kept[name] = tuple(sorted(torch.randperm(units, generator=generator)[:count].tolist()))
         return kept
 
@@ -174,8 +173,8 @@ class Trial:
 
     def _correct_difference(self, names: list[str], error: float) -> None:
         """Find the guilty dimensions; a number that the forward reads may be wrong without making it fail."""
-        guilty = self._bisect(names) or names
-        for name in guilty:
+        guilty = self._bisect(names) or [self._last_straw(names)]
+        for name in guilty[:_MOST_CORRECTED]:
             if self._corrected(name, names):
                 return
         why = f"removing its units does not equal masking them (relative error {error:.1e})"
@@ -188,6 +187,14 @@ class Trial:
             return names
         half = len(names) // 2
         return [*self._bisect(names[:half]), *self._bisect(names[half:])]
+
+    def _last_straw(self, names: list[str]) -> str:
+        """Where only a combination is wrong: the dimension with which it becomes so, taking one after the other."""
+        low, high = 0, len(names)  # names[:low] is right, names[:high] wrong
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._is_wrong(names[:middle]) else (middle, high)
+        return names[high - 1]
 
     def _is_wrong(self, names: list[str]) -> bool:
         outcome = self._try(names)
