@@ -49,7 +49,8 @@ def save(
     when all are written. An earlier save is replaced and other files in the folder stay, but a dense checkpoint or
     config of the same name is replaced only with `overwrite=True`.
 
-    >>> from ispasp import apply_, survey
+    >>> import tempfile, torch
+    >>> from ispasp import apply_, load, survey
     >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> model, x = build(), torch.ones(1, 4)
     >>> plan = survey(model, x).plan(0.5)

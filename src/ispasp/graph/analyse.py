@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
@@ -35,7 +35,11 @@ class Analysis:
     tensors: Mapping[str, Value]
     found: tuple[Found, ...]
     frozen: tuple[tuple[str, Reason], ...]
-    names: dict[Atom, str] = field(default_factory=dict)
+    names: Mapping[Atom, str] = field(default_factory=dict)
+
+    def naming(self, chosen: Iterable[Found]) -> Analysis:
+        """The same analysis in which only these hidden dimensions have names; all other axes count as whole."""
+        return replace(self, names={found.atom: found.name for found in chosen})
 
     def extent(self, axis: Axis) -> Extent:
         """An axis in the words of plans."""
@@ -53,9 +57,7 @@ def analyse(model: nn.Module, batch: Batch) -> Analysis:
     tracker.walk()
     _choose_factors(tracker, tensors)
     found = _collect(tracker)
-    return Analysis(
-        traced, tracker, tensors, found, _frozen(tracker, tensors), {item.atom: item.name for item in found}
-    )
+    return Analysis(traced, tracker, tensors, found, _frozen(tracker, tensors)).naming(found)
 
 
 def _tensors(model: nn.Module, used: set[str]) -> dict[str, Value]:

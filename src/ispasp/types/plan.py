@@ -80,7 +80,13 @@ class Plan:
                 )
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """The plan as JSON text.
+
+        >>> import json
+        >>> plan = Plan({"fc": (0, 2)}, Structure("Net", {"fc": 3}, {"fc.weight": TensorLayout((3,), {0: ((("fc", 3),),)})}))
+        >>> json.loads(plan.to_json())["dimensions"]
+        {'fc': {'units': 3, 'kept': [0, 2]}}
+        """
         s = self.structure
         return json.dumps(
             {
@@ -102,7 +108,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan, checking everything it says."""
+        """Read a plan, checking everything it says.
+
+        >>> Plan.from_json('{"format": "ispasp-plan", "version": 2}')
+        Traceback (most recent call last):
+        ...
+        ispasp.errors.PlanError: plan version 2; this ispasp reads version 1: update ispasp
+        """
         try:
             data = json.loads(text)
         except (json.JSONDecodeError, TypeError, RecursionError) as error:
