@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ispasp.api.files import CONFIG, FORMAT, GENERATION, PLAN, VERSION, WEIGHTS, Slot, digest, slots
 from ispasp.errors import InputError, MissingExtraError, SaveError
-from ispasp.surgery.remove import Undo, all_or_nothing, remove_
+from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
 from ispasp.types.plan import Plan
 
 
@@ -139,12 +139,12 @@ def _fill(model: nn.Module, saved: _Saved, undo: Undo, folder: Path) -> None:
                 f"{name!r} and {filled[id(tensor)]!r} are tied in the model given, not in {folder}: untie them"
             )
         filled[id(tensor)] = name
-        _set(tensor, value, value.dtype, undo)
+        set_data(tensor, torch.empty_like(tensor.data, dtype=value.dtype).copy_(value.detach()), None, undo)
     for name, dtype in saved.unsaved.items():  # the constructor makes them; only a cast, as by .half(), is repeated
         if name in all_slots:
             (table, key), _ = all_slots[name]
             if table[key].dtype != getattr(torch, dtype):
-                _set(table[key], table[key], getattr(torch, dtype), undo)
+                set_data(table[key], table[key].data.to(getattr(torch, dtype)), None, undo)
 
 
 def _check_names(model: nn.Module, slots: Mapping[str, Slot], saved: _Saved, folder: Path) -> None:
@@ -165,20 +165,6 @@ def _check_tensor(name: str, tensor: Tensor, value: Tensor, folder: Path) -> Non
     if (tensor.is_floating_point(), tensor.is_complex()) != (value.is_floating_point(), value.is_complex()):
         raise SaveError(f"{name!r} is {value.dtype} in {folder / WEIGHTS}, {tensor.dtype} in the model given: "
                         "build the dense model as it was when saved")  # fmt: skip
-
-
-def _set(tensor: Tensor, value: Tensor, dtype: torch.dtype, undo: Undo) -> None:
-    """Give a parameter or buffer new data: the same object, so that all who hold it see it."""
-    data, grad = tensor.data, tensor.grad
-
-    def restore() -> None:
-        tensor.grad = None
-        tensor.data = data
-        tensor.grad = grad
-
-    undo(restore)
-    tensor.grad = None
-    tensor.data = torch.empty_like(data, dtype=dtype).copy_(value.detach())
 
 
 def _putter(table: dict[str, Any], key: str, value: Any) -> Callable[[], None]:

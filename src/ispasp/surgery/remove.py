@@ -120,22 +120,25 @@ def _set_parameter(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     data, grad = parameter.data, parameter.grad
-
-    def restore() -> None:
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = grad
-
-    undo(restore)
-    small_grad = None if grad is None else _cut(grad, layout, plan)
-    parameter.grad = None
-    parameter.data = small
-    parameter.grad = small_grad
+    set_data(parameter, small, None if grad is None else _cut(grad, layout, plan), undo)
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in list(state.items()):
         if isinstance(value, Tensor) and value.shape == data.shape and value.ndim:
             undo(lambda key=key, value=value: state.__setitem__(key, value))  # type: ignore[misc]
             state[key] = _cut(value, layout, plan)
+
+
+def set_data(tensor: Tensor, data: Tensor, grad: Tensor | None, undo: Undo) -> None:
+    """Give a parameter or buffer new data: it stays the same object, so that all who hold it see the change."""
+    before = tensor.data, tensor.grad
+
+    def restore() -> None:
+        tensor.grad = None  # a gradient must fit its tensor at every moment
+        tensor.data, tensor.grad = before
+
+    undo(restore)
+    tensor.grad = None
+    tensor.data, tensor.grad = data, grad
 
 
 def _set_buffer(module: nn.Module, leaf: str, small: Tensor, undo: Undo) -> None:

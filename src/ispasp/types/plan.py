@@ -83,7 +83,8 @@ class Plan:
         """The plan as JSON text.
 
         >>> import json
-        >>> plan = Plan({"fc": (0, 2)}, Structure("Net", {"fc": 3}, {"fc.weight": TensorLayout((3,), {0: ((("fc", 3),),)})}))
+        >>> weight = TensorLayout((3,), {0: ((("fc", 3),),)})
+        >>> plan = Plan({"fc": (0, 2)}, Structure("Net", {"fc": 3}, {"fc.weight": weight}))
         >>> json.loads(plan.to_json())["dimensions"]
         {'fc': {'units': 3, 'kept': [0, 2]}}
         """

@@ -14,46 +14,28 @@ from ispasp.graph.values import Value
 aten = torch.ops.aten
 
 
-@rule(aten.batch_norm.default)
-def batch_norm(
-    t: Tracker,
-    node: fx.Node,
-    x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value | None,
-    running_var: Value | None,
-    training: bool,
-    **_: Any,
-) -> Value:
-    """Each channel alone; batch statistics average over all other axes."""
+def _each_channel(t: Tracker, node: fx.Node, x: Value, arguments: dict[str, Any]) -> Value:
     axis = x.axes[1]
-    for parameter in (weight, bias, running_mean, running_var):
+    for parameter in (arguments[name] for name in ("weight", "bias", "running_mean", "running_var")):
         if parameter is not None:
             axis = t.unite(node, axis, parameter.axes[0])
-    if training:
-        others = [dim for dim in range(len(x.axes)) if dim != 1]
-        t.freeze(node, x, others, "batch statistics average over this axis")
     return Value((x.axes[0], axis, *x.axes[2:]), x.parameters)
 
 
+@rule(aten.batch_norm.default)
+def batch_norm(t: Tracker, node: fx.Node, x: Value, training: bool, **arguments: Any) -> Value:
+    """Each channel alone; batch statistics average over all other axes."""
+    if training:
+        others = [dim for dim in range(len(x.axes)) if dim != 1]
+        t.freeze(node, x, others, "batch statistics average over this axis")
+    return _each_channel(t, node, x, arguments)
+
+
 @rule(aten.instance_norm.default)
-def instance_norm(
-    t: Tracker,
-    node: fx.Node,
-    x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value | None,
-    running_var: Value | None,
-    **_: Any,
-) -> Value:
+def instance_norm(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Value:
     """Each channel of each example alone."""
-    for parameter in (weight, bias, running_mean, running_var):
-        if parameter is not None:
-            t.unite(node, x.axes[1], parameter.axes[0])
     t.freeze(node, x, range(2, len(x.axes)), "instance_norm averages over this axis")
-    return x
+    return _each_channel(t, node, x, arguments)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
