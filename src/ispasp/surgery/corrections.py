@@ -18,7 +18,7 @@ from ispasp.surgery.attempt import Failure, Shape, call
 from ispasp.types.layout import Extent, Kept, full_length, kept_length, names_in
 from ispasp.types.plan import Attribute, Structure
 
-_MOST_TRIES = 300
+_TRIES = (200, 50, 15)  # in the module that fails, in the one around it, further out: these take ever longer
 _MOST_FRAMES = 6
 _MOST_PASSES = 60
 _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends on names, never their verdict
@@ -36,7 +36,7 @@ def search(
             continue
         options = [o for f in reversed(inner) for o in _options(frame.path, f.path, f.module, structure, kept)]
         modules = {f.path: f.module for f in inner}
-        for chosen in _subsets(options):
+        for chosen in islice(_subsets(options), _TRIES[min(len(inner), len(_TRIES)) - 1]):
             before = {path: dict(vars(module)) for path, module in modules.items()}
             for correction in chosen:
                 attributes.write(modules[correction.module], correction.name, kept_length(correction.extent, kept))
@@ -119,14 +119,10 @@ def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
 
 def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
     """Sets of corrections of different attributes, the smallest first."""
-    tries = 0
     for size in range(1, len(options) + 1):
         for chosen in combinations(options, size):
-            if len({correction.name for correction in chosen}) == size:
+            if len({(correction.module, correction.name) for correction in chosen}) == size:
                 yield chosen
-                tries += 1
-                if tries >= _MOST_TRIES:
-                    return
 
 
 def _allowed(structure: Structure, kept: Kept) -> set[tuple[int, int]]:
