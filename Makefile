@@ -22,6 +22,8 @@ results: $(VENV)/test.stamp       ## remake what docs/results/ shows
 	$(BIN)/ispasp reproduce synthetic --out docs/results
 	( printf '# Selection time\n\nMade by `ispasp bench selection` on 2 CPU cores.\n\n```\n'; \
 	  $(BIN)/ispasp bench selection; printf '```\n' ) > docs/results/selection.md
+	( printf '# Survey and surgery\n\nMade by `ispasp bench surgery` on 2 CPU cores (torch-pruning where installed).\n\n```\n'; \
+	  $(BIN)/ispasp bench surgery; printf '```\n' ) > docs/results/surgery.md
 
 zoo: $(VENV)/test.stamp           ## prune every network of the zoo and write docs/coverage.md
 	$(BIN)/ispasp bench coverage --out docs/coverage.md

@@ -45,3 +45,12 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert (ROOT / target).exists(), f"{page.name} names {target}"
     for file, test in re.findall(r"`(tests/[\w/.-]+\.py)::(\w+)`", text):
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{page.name} names {file}::{test}"
+
+
+def test_the_readme_tells_what_the_coverage_table_says() -> None:
+    coverage = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+    found = re.search(r"^\| all \| (\d+) \| (\d+) \|", coverage, flags=re.MULTILINE)
+    assert found is not None
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"on {found[1]} networks" in readme
+    assert f"[{found[2]} shrink" in readme
