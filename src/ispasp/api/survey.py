@@ -18,7 +18,7 @@ from ispasp.surgery import attributes
 from ispasp.surgery.trial import Trial
 from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension
 from ispasp.types.keep import units_to_keep
-from ispasp.types.layout import Extent, full_length, names_in
+from ispasp.types.layout import Extent, full_length, names_in, without
 from ispasp.types.plan import Attribute, Plan, Structure, TensorLayout, WeightNorm
 
 KINDS = ("neuron", "filter", "head")
@@ -194,8 +194,13 @@ def _attention_heads(model: nn.Module, analysis: Analysis, chosen: Sequence[Foun
 
 
 def _with_corrections(structure: Structure, found: Sequence[Attribute], refused: set[str]) -> Structure:
+    """Add what the trial found; in it, dimensions that were refused in the end count as whole."""
     known = {(a.module, a.name) for a in structure.attributes}
-    more = [a for a in found if (a.module, a.name) not in known and not names_in(a.extent) & refused]
+    more = [
+        replace(a, extent=extent)
+        for a in found
+        if (a.module, a.name) not in known and names_in(extent := without(a.extent, refused))
+    ]
     return replace(structure, attributes=(*structure.attributes, *more))
 
 

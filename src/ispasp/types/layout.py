@@ -7,7 +7,7 @@ hidden dimension, (None, 49) an index that stays whole. `((("attn", 12), (None, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -65,3 +65,12 @@ def names_in(extent: Extent) -> set[str]:
     {'attn'}
     """
     return {name for segment in extent for name, _ in segment if name is not None}
+
+
+def without(extent: Extent, names: Collection[str]) -> Extent:
+    """The same extent in which these hidden dimensions stay whole.
+
+    >>> without(((("attn", 12), (None, 64)),), {"attn"})
+    (((None, 12), (None, 64)),)
+    """
+    return tuple(tuple((None if name in names else name, size) for name, size in segment) for segment in extent)
