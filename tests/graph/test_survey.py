@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ispasp
+from ispasp.api.survey import _with_corrections
+from ispasp.types.plan import Attribute, Structure
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -168,19 +170,8 @@ def test_only_one_module_touches_torch_export() -> None:
 
 
 def test_a_number_that_counts_a_refused_dimension_too_is_still_corrected() -> None:
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 12), nn.Linear(12, 2)
-            self.sizes, self.total = [4, 8], 12
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            u, v = self.a(x).relu().split(self.sizes, -1)
-            return self.b(torch.cat([u, v.reshape(-1, 8)], -1).view(-1, self.total))
-
-    torch.manual_seed(0)
-    model = Parts().eval()
-    survey = ispasp.survey(model, X)
-    assert [(d.name, d.units) for d in survey.dimensions] == [("a", 4)]
-    ispasp.apply_(model, survey.plan(0.5), X, checked_by=survey)
-    assert (model.sizes, model.total) == ([2, 8], 10)
+    structure = Structure("Net", {"a": 4}, {})
+    both, gone = ((("a", 4),), (("b", 8),)), ((("b", 8),),)
+    found = [Attribute("mix", "splits[1]", both), Attribute("mix", "splits[0]", gone)]
+    corrected = _with_corrections(structure, found, {"b"})
+    assert corrected.attributes == (Attribute("mix", "splits[1]", ((("a", 4),), ((None, 8),))),)
