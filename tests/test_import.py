@@ -8,10 +8,9 @@ import sys
 HEAVY = ("matplotlib", "accelerate", "sklearn", "torchvision", "timm", "transformers", "onnx", "onnxruntime", "typer")
 
 
-def test_import_is_quick_and_loads_no_optional_package_no_cuda_and_no_random_numbers() -> None:
+def test_import_loads_no_optional_package_no_cuda_and_no_random_numbers() -> None:
     code = (
-        "import sys, time, torch; before = set(sys.modules); state = torch.get_rng_state();"
-        "started = time.process_time(); import ispasp; assert time.process_time() - started < 1;"
+        "import sys, torch; before = set(sys.modules); state = torch.get_rng_state(); import ispasp;"
         "assert torch.equal(state, torch.get_rng_state()); assert not torch.cuda.is_initialized();"
         "print(*{m.split('.')[0] for m in set(sys.modules) - before})"
     )
