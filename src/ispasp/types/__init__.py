@@ -2,8 +2,9 @@
 
 from ispasp.types.consumer import Consumer, ConvConsumer, LinearConsumer
 from ispasp.types.keep import units_to_keep
+from ispasp.types.producer import Producer
 from ispasp.types.selection import Selection, Step
-from ispasp.types.statistics import Gram, Magnitude, Moment, Reading, Statistics
+from ispasp.types.statistics import Gram, Magnitude, Moment, Reading, Sensitivity, Statistics
 
 __all__ = [
     "Consumer",
@@ -12,8 +13,10 @@ __all__ = [
     "LinearConsumer",
     "Magnitude",
     "Moment",
+    "Producer",
     "Reading",
     "Selection",
+    "Sensitivity",
     "Statistics",
     "Step",
     "units_to_keep",

@@ -12,6 +12,7 @@ from torch import Tensor
 from ispasp.errors import InputError
 from ispasp.types.checks import checked_tensor
 from ispasp.types.consumer import Consumer
+from ispasp.types.producer import Producer
 
 Size = tuple[int, ...]
 
@@ -82,7 +83,25 @@ class Gram:
         return Gram(_sum("Gram matrices", self.total, other.total), self.examples + other.examples)
 
 
-S = TypeVar("S", Moment, Magnitude, Gram)
+@dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """First-order effect of masking each unit: sum over examples of |sum over its channels and positions of H dL/dH|.
+
+    (units,): the derivative of the loss by a factor on the unit, in absolute value (Michel et al. 2019).
+
+    >>> (Sensitivity(torch.tensor([1.0]), examples=3) + Sensitivity(torch.tensor([2.0]), examples=4))
+    Sensitivity(total=tensor([3.]), examples=7)
+    """
+
+    total: Tensor
+    examples: int
+
+    def __add__(self, other: Sensitivity) -> Sensitivity:
+        """Merge two parts of the data."""
+        return Sensitivity(_sum("sensitivities", self.total, other.total), self.examples + other.examples)
+
+
+S = TypeVar("S", Moment, Magnitude, Gram, Sensitivity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +118,7 @@ class Reading:
     moment: Moment | None = None
     magnitude: Magnitude | None = None
     gram: Gram | None = None
+    sensitivity: Sensitivity | None = None
 
     def __add__(self, other: Reading) -> Reading:
         """Merge the statistics of two parts of the data for the same consumer."""
@@ -107,12 +127,15 @@ class Reading:
             _merged(self.moment, other.moment),
             _merged(self.magnitude, other.magnitude),
             _merged(self.gram, other.gram),
+            _merged(self.sensitivity, other.sensitivity),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """All a selector sees of one hidden dimension of `units` units: one reading per consumer.
+    """All a selector sees of one hidden dimension of `units` units: one reading per consumer, and its producers.
+
+    Producers carry weights only, no data; they are empty where no method asks for them.
 
     >>> from ispasp.types.consumer import LinearConsumer
     >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), 3)),))
@@ -122,6 +145,7 @@ class Statistics:
 
     units: int
     readings: tuple[Reading, ...]
+    producers: tuple[Producer, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse statistics that cannot belong to one hidden dimension."""
@@ -145,7 +169,8 @@ class Statistics:
                 f"statistics of {self.units} units and {len(self.readings)} consumers cannot be added to those of "
                 f"{other.units} units and {len(other.readings)} consumers: they are of different hidden dimensions"
             )
-        return Statistics(self.units, tuple(a + b for a, b in zip(self.readings, other.readings, strict=True)))
+        readings = tuple(a + b for a, b in zip(self.readings, other.readings, strict=True))
+        return Statistics(self.units, readings, self.producers)
 
 
 def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
