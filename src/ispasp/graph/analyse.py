@@ -51,13 +51,18 @@ class Analysis:
 
 def analyse(model: nn.Module, batch: Batch) -> Analysis:
     """Trace the model, track its axes and collect hidden dimensions and what is frozen."""
-    traced = trace(model, batch)
-    tensors = _tensors(model, {source.name for source in traced.sources.values()})
-    tracker = Tracker(traced, tensors)
-    tracker.walk()
+    tracker = tracked(model, trace(model, batch))
+    traced, tensors = tracker.trace, tracker.tensors
     _choose_factors(tracker, tensors)
     found = _collect(tracker)
     return Analysis(traced, tracker, tensors, found, _frozen(tracker, tensors)).naming(found)
+
+
+def tracked(model: nn.Module, traced: Trace) -> Tracker:
+    """Walk a trace of the model with fresh axes."""
+    tracker = Tracker(traced, _tensors(model, {source.name for source in traced.sources.values()}))
+    tracker.walk()
+    return tracker
 
 
 def _tensors(model: nn.Module, used: set[str]) -> dict[str, Value]:

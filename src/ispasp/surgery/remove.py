@@ -49,6 +49,7 @@ def all_or_nothing() -> Iterator[Undo]:
 @torch.no_grad()
 def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Remove every unit that the plan does not keep. Names, ties, dtypes and devices stay."""
+    _add_biases(model, plan, undo)
     touched = _touched(model, plan)
     scales = _weight_norm_scales(model, plan, touched)
     done: dict[int, tuple[Any, ...]] = {}
@@ -68,6 +69,19 @@ def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Opt
         else:
             _set_buffer(module, leaf, small, undo)
     _correct(model, plan, touched, undo)
+
+
+def _add_biases(model: nn.Module, plan: Plan, undo: Undo) -> None:
+    """Give layers that were built without a bias one of zeros, where the plan says so."""
+    for path in plan.structure.biases:
+        module, _ = _holder(model, f"{path}.bias")
+        weight = module._parameters.get("weight")
+        if weight is None or "bias" not in module._parameters:
+            raise PlanError(f"{path!r} ({type(module).__name__}) cannot hold a bias: build the model of the plan")
+        if module._parameters["bias"] is None:
+            outputs = plan.structure.tensors[f"{path}.bias"].shape
+            undo(lambda module=module: module._parameters.__setitem__("bias", None))  # type: ignore[misc]
+            module.bias = nn.Parameter(weight.new_zeros(outputs), requires_grad=weight.requires_grad)
 
 
 def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:

@@ -51,6 +51,7 @@ class Structure:
     tensors: Mapping[str, TensorLayout]
     attributes: tuple[Attribute, ...] = ()
     weight_norms: tuple[WeightNorm, ...] = ()
+    biases: tuple[str, ...] = ()  # modules built without a bias that gain one
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Plan:
                 },
                 "attributes": [[a.module, a.name, a.extent] for a in s.attributes],
                 "weight_norms": [[w.v, w.g, w.dim] for w in s.weight_norms],
+                "biases": list(s.biases),
             }
         )
 
@@ -149,7 +151,8 @@ def _plan(data: dict[str, Any]) -> Plan:
         tensors[str(name)] = TensorLayout(shape, axes)
     attributes = tuple(Attribute(str(m), str(n), _extent(e, units)) for m, n, e in data["attributes"])
     norms = tuple(WeightNorm(str(v), str(g), int(dim)) for v, g, dim in data["weight_norms"])
-    return Plan(kept, Structure(str(data["model"]), units, tensors, attributes, norms))
+    biases = tuple(str(name) for name in data.get("biases", ()))
+    return Plan(kept, Structure(str(data["model"]), units, tensors, attributes, norms, biases))
 
 
 def _count(value: Any, least: int = 1) -> int:

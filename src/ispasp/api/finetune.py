@@ -1,0 +1,142 @@
+"""`ispasp.finetune`: train a pruned model on, so that it wins back accuracy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ispasp.errors import InputError
+from ispasp.report import Column, render
+from ispasp.train.batch import Batch, inputs_of
+from ispasp.train.loop import Run, train
+from ispasp.train.objective import Loss, Objective, Teacher
+from ispasp.train.recipe import Recipe, Sgd
+
+_SGD = Sgd()
+_ROWS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class FinetuneResult:
+    """A fine-tuned model, and the loss of every step. Print it."""
+
+    model: nn.Module = field(repr=False)
+    recipe: Recipe
+    epochs: float
+    steps: int
+    losses: tuple[float, ...] = field(repr=False)
+    """The mean loss over the examples of each step, before that step."""
+    resumed: int
+    """How many of the steps came from a checkpoint."""
+
+    def __str__(self) -> str:
+        """A table of how learning rate and loss fell."""
+        title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs of {self.recipe}"
+        columns = [
+            Column("steps", "steps"),
+            Column("lr", "learning rate", "{:.3g}".format),
+            Column("loss", "mean loss", "{:.4f}".format),
+        ]
+        rows = min(_ROWS, self.steps)
+        edges = [round(self.steps * row / rows) for row in range(rows + 1)]
+        table = [
+            {
+                "steps": f"{a + 1}-{b}" if b > a + 1 else f"{b}",
+                "lr": self.recipe.lr_at(a, self.steps),
+                "loss": math.fsum(self.losses[a:b]) / (b - a),
+            }
+            for a, b in zip(edges, edges[1:])  # noqa: B905, RUF007  neighbours
+        ]
+        return render(title, columns, table, f"steps 1-{self.resumed} from a checkpoint" if self.resumed else "")
+
+
+def finetune(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    *,
+    epochs: float = 1.0,
+    recipe: Recipe = _SGD,
+    loss: Loss | None = None,
+    input_of: Callable[[Batch], Any] | None = None,
+    label_smoothing: float = 0.0,
+    teacher: nn.Module | Teacher | None = None,
+    mixed_precision: str | None = None,
+    accumulate: int = 1,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 100,
+    seed: int = 0,
+    progress: bool = True,
+) -> FinetuneResult:
+    """Train the model on. Changes `model` itself, as all training does; hence no underscore and no copy.
+
+    Batches are `(inputs, labels)`, called as model(inputs) and compared by cross entropy; or dicts with "labels",
+    called as model(**batch), whose output brings its own `loss` (Hugging Face) or `logits`. For anything else pass
+    `loss(output, batch)`, the mean over the examples of a batch, and `input_of(batch)`, what the model is called with.
+
+    - `epochs`: passes over the loader, 0.5 for half of one.
+    - `recipe`: `Sgd(lr=0.01)` (momentum, cosine) or `AdamW(lr=5e-5)` (linear decay).
+    - `teacher`: the dense model, or `Teacher(dense, temperature=2, weight=0.5)`: learn from its outputs as well.
+    - `accumulate`: batches per step, weighed by their examples: two halves are one whole, but for BatchNorm.
+    - `mixed_precision`: "bf16", "fp16" (GPU), None: what `accelerate launch` was told, else full precision.
+    - `checkpoint`: a folder. A run that was interrupted, at any moment, goes on from its last checkpoint (one every
+      `checkpoint_every` steps) when called again with the same arguments, and ends in the same parameters, on a CPU to
+      the bit. A run that is finished is not run again.
+
+    For that a loader must have a length, give as many batches every time it is iterated, and draw random numbers only
+    from the generators of torch, NumPy and Python or from those that its DataLoader or sampler was given; workers must
+    not be persistent. Random numbers depend on `seed`; those of the caller are left alone.
+
+    Runs on what accelerate finds (CPU, one GPU; several with torchrun or accelerate launch, where every batch is split
+    over the processes, so that their number does not change the result but for BatchNorm and random layers). The model
+    ends on the device and in the modes it came in. `loss` and the outputs of `teacher` decide a run as well, but a
+    checkpoint cannot compare them.
+
+    >>> import torch
+    >>> torch.manual_seed(0); x = torch.randn(64, 4); y = (x[:, 0] > 0).long()     # doctest: +ELLIPSIS
+    <...>
+    >>> batches = list(zip(x.split(16), y.split(16)))
+    >>> result = finetune(nn.Linear(4, 2), batches, epochs=5, recipe=Sgd(lr=0.5))
+    >>> result.steps, result.losses[-1] < result.losses[0] / 2
+    (20, True)
+    """
+    _check(model, loader, epochs, recipe, accumulate, checkpoint_every, seed)
+    if isinstance(teacher, nn.Module):
+        teacher = Teacher(teacher)
+    if teacher is not None and teacher.model is model:
+        raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
+    objective = Objective(loss, input_of or inputs_of, label_smoothing, teacher)
+    folder = None if checkpoint is None else Path(checkpoint)
+    run = Run(recipe, objective, epochs, accumulate, seed, mixed_precision, folder, checkpoint_every, progress)
+    trained = train(run, model, loader)
+    return FinetuneResult(model, recipe, epochs, len(trained.losses), tuple(trained.losses), trained.resumed)
+
+
+def _check(
+    model: nn.Module, loader: object, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}: pass a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"no parameter of {type(model).__name__} can change: call model.requires_grad_(True) first")
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"recipe is a {type(recipe).__name__}: pass ispasp.Sgd(lr=...) or ispasp.AdamW(lr=...)")
+    if not (math.isfinite(epochs) and epochs > 0):
+        raise InputError(f"epochs={epochs}: pass a number above 0, such as 0.5")
+    for name, value, least in (("accumulate", accumulate, 1), ("checkpoint_every", every, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={value!r}: pass a whole number of {least} or more")
+    try:
+        batches = len(loader)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InputError(
+            f"the loader is a {type(loader).__name__} without a length: pass a DataLoader over a dataset with a "
+            "length, or a list of batches"
+        ) from error
+    if batches == 0:
+        raise InputError("the loader is empty: it has no batch (fewer examples than a batch, with drop_last?)")

@@ -1,0 +1,95 @@
+"""A pruning job: what is to be decided, and what has been."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ispasp.api.survey import Survey
+from ispasp.calibrate.circuit import Edits, named_tensors
+from ispasp.calibrate.producers import producers
+from ispasp.calibrate.readers import Reader, readers
+from ispasp.calibrate.team import Team
+from ispasp.calibrate.traces import Circuits
+from ispasp.compensate.refit import Refit
+from ispasp.compensate.sums import Sums
+from ispasp.select import Selector
+from ispasp.types import Producer, Selection, Statistics
+
+Compensate = Literal["local", "dense"] | None
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(eq=False)
+class Job:
+    """Everything the procedures share. `counts[name]` units of each hidden dimension are to stay."""
+
+    model: nn.Module
+    survey: Survey
+    circuits: Circuits
+    counts: Mapping[str, int]
+    selector: Selector
+    team: Team
+    compensate: Compensate = None
+    ridge: float = 0.0
+    memory: int | None = None
+    loss: Loss | None = None
+    progress: bool = False
+    selections: dict[str, Selection] = field(default_factory=dict)
+    refits: dict[int, Refit] = field(default_factory=dict)  # contraction -> what happened there
+    edits: Edits = field(default_factory=Edits)
+    gained: dict[str, int] = field(default_factory=dict)  # module that gains a bias -> contraction
+
+    def __post_init__(self) -> None:
+        """Look up where the hidden dimensions are read."""
+        self.units = {d.name: d.units for d in self.survey.dimensions}
+        self.readers: list[Reader] = readers(self.survey.analysis, self.counts)
+        self.readers_of = {name: [r for r in self.readers if name in r.names] for name in self.counts}
+        self.tensors = named_tensors(self.model)
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """Kept units of what has been decided so far."""
+        return {name: selection.kept for name, selection in self.selections.items()}
+
+    def made_by(self, name: str) -> tuple[Producer, ...]:
+        """The producers of a hidden dimension, where the selector wants to see them."""
+        if "producers" not in self.selector.needs:
+            return ()
+        return producers(self.survey.analysis, name, self.tensors)
+
+    def select(self, name: str, statistics: Statistics) -> Selection:
+        """Let the selector choose, from the statistics of all machines; every machine gets the same answer."""
+        selection = self.selector.select(self.team.sum(statistics), self.counts[name])
+        kept = self.team.same({"kept": torch.tensor(selection.kept)})["kept"]
+        if tuple(kept.tolist()) != selection.kept:  # other hardware may round otherwise: rank 0 decides
+            selection = Selection(tuple(kept.tolist()))
+        return selection
+
+    def decide(self, name: str, selection: Selection) -> None:
+        """From here on consumers read the kept units only."""
+        self.selections[name] = selection
+        for reader in self.readers_of[name]:
+            self.edits.cuts[reader.number] = reader.cuts(self.kept)
+
+    def add(self, sums: Sums) -> Sums:
+        """Merge sums of all machines."""
+        return Sums(**self.team.sum_tensors(sums.tensors()))
+
+    def errors(self, name: str) -> tuple[float | None, float | None]:
+        """Relative errors at the consumers of a hidden dimension: as it is, and before compensation."""
+        found = [self.refits[r.number] for r in self.readers_of[name] if r.number in self.refits]
+        size = sum(r.size for r in found)
+        if not found or not size > 0:
+            return None, None
+        return math.sqrt(sum(r.after for r in found) / size), math.sqrt(sum(r.before for r in found) / size)
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """Remarks on the consumers of a hidden dimension."""
+        rows = [(r.path, self.refits[r.number].note) for r in self.readers_of[name] if r.number in self.refits]
+        return tuple(f"{path}: {note}" for path, note in rows if note)

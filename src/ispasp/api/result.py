@@ -1,0 +1,91 @@
+"""What `ispasp.prune` returns: the pruned model and the evidence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ispasp.report import Column, render
+from ispasp.types.dimension import Cost, FrozenAxis
+from ispasp.types.plan import Plan
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One pruned hidden dimension.
+
+    `kept` of `units` units stay. `relative_error` is ||Y - Y'|| / ||Y||, Y what its consumers should give and Y' what
+    they give now, without their bias: on all calibration batches where the consumer was compensated, else on the first
+    one. `uncompensated_error` is the same without compensation. `certificate` is the largest relative difference at its
+    consumers between the pruned module and the masked dense network: rounding errors, or surgery has gone wrong.
+    """
+
+    name: str
+    kind: str
+    units: int
+    kept: int
+    iterations: int
+    relative_error: float | None
+    certificate: float
+    uncompensated_error: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The pruned model, the plan, and what it cost. Print it."""
+
+    model: nn.Module = field(repr=False)
+    plan: Plan = field(repr=False)
+    layers: tuple[Layer, ...]
+    cost: Cost
+    frozen: tuple[FrozenAxis, ...]
+    verified: float  # relative difference between the pruned model's output and the masked one's
+    settings: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """Everything but the model's weights, as JSON text."""
+        return json.dumps(
+            {
+                "format": "ispasp-result",
+                "version": 1,
+                "settings": dict(self.settings),
+                "verified": self.verified,
+                "cost": asdict(self.cost),
+                "layers": [asdict(layer) for layer in self.layers],
+                "frozen": [asdict(row) for row in self.frozen],
+                "plan": json.loads(self.plan.to_json()),
+            }
+        )
+
+    def __str__(self) -> str:
+        """A table of the layers, then what it cost, what was verified and what stayed."""
+        percent = "{:.1%}".format
+        columns = [
+            Column("name", "hidden dimension"),
+            Column("kind", "kind"),
+            Column("units", "units"),
+            Column("kept", "kept"),
+            Column("iterations", "iterations"),
+            Column("relative_error", "error", percent),
+            Column("uncompensated_error", "uncompensated", percent),
+            Column("certificate", "removed = masked", "{:.0e}".format),
+        ]
+        if not self.settings.get("compensate"):
+            columns = [c for c in columns if c.key != "uncompensated_error"]
+        s = self.settings
+        title = f"{type(self.model).__name__} pruned: method {s['method']}, {s['order']}, compensate={s['compensate']}"
+        table = render(title, columns, [vars(layer) for layer in self.layers])
+        lines = [
+            table,
+            str(self.cost),
+            f"verified: the pruned model gives what the masked one gives (relative difference {self.verified:.0e})",
+        ]
+        notes = [f"  {layer.name}: {note}" for layer in self.layers for note in layer.notes]
+        lines += ["notes:", *notes] if notes else []
+        lines += ["frozen:", *(f"  {row}" for row in self.frozen)] if self.frozen else []
+        return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""Layers from first to last, each seeing the already pruned ones, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ispasp.api.job import Job
+from ispasp.calibrate.circuit import output_dim
+from ispasp.calibrate.forms import Arguments
+from ispasp.calibrate.passage import Passage
+from ispasp.calibrate.readers import Reader, read
+from ispasp.calibrate.sources import Lockstep, OutOfMemory, Rerun, Source
+from ispasp.compensate.refit import Refit, gather, refit
+from ispasp.compensate.slots import Slot, slot
+from ispasp.errors import IspaspError
+from ispasp.graph.analyse import owner
+from ispasp.graph.tails import scale
+from ispasp.graph.trace import Batch
+from ispasp.report import track
+from ispasp.types import Reading, Selection, Statistics
+
+T = TypeVar("T")
+
+
+def sequential(job: Job, batches: Sequence[Batch], decided: Mapping[str, Selection] | None = None) -> bool:
+    """Decide every hidden dimension (or take what is `decided`), and compensate each consumer in turn.
+
+    Returns whether all went in lockstep; where memory does not suffice the batches are run again for every layer.
+    """
+    walk = _Walk(job, batches, decided or {})
+    for reader in track(job.readers, "pruning", len(job.readers), show=job.progress):
+        walk.visit(reader)
+    return isinstance(walk.source, Lockstep)
+
+
+class _Walk:
+    """From consumer to consumer, with all batches."""
+
+    def __init__(self, job: Job, batches: Sequence[Batch], decided: Mapping[str, Selection]) -> None:
+        self._job = job
+        self._batches = batches
+        self._decided = decided
+        self._twin = job.compensate == "dense"
+        self.source: Source = Lockstep(job.model, batches, job.circuits, job.edits, twin=self._twin, memory=job.memory)
+
+    def visit(self, reader: Reader) -> None:
+        """Decide what is read here for the first time, then compensate this consumer."""
+        job = self._job
+        for name in job.counts:
+            if name in reader.names and name not in job.selections:
+                job.decide(name, self._decided[name] if name in self._decided else self._select(name, reader))
+        note = ""
+        if job.compensate:
+            where = self._over(reader, lambda ps: slot(reader, next(ps).circuit, job.model, job.tensors))
+            if where.weight:
+                self._compensate(reader, where)
+                return
+            note = f"not compensated: {where.why_not}"
+        with job.team.together(f"the error at {reader.path}"):
+            lost, size = self._over(reader, lambda passages: _error(reader, next(passages)))
+        lost, size = job.team.total(lost), job.team.total(size)
+        job.refits[reader.number] = Refit(lost, lost, size, note)
+
+    def _over(self, reader: Reader, gather: Callable[[Iterator[Passage]], T]) -> T:
+        """Something of all batches in front of a reader; if memory does not suffice, with fresh runs from the start."""
+        try:
+            return gather(self.source.at(reader.number))
+        except (OutOfMemory, torch.OutOfMemoryError, MemoryError):
+            job = self._job
+            self.source = Rerun(job.model, self._batches, job.circuits, job.edits, twin=self._twin)
+            return gather(self.source.at(reader.number))
+
+    def _select(self, name: str, reader: Reader) -> Selection:
+        job = self._job
+
+        def of_all(passages: Iterator[Passage]) -> Statistics:
+            total: Statistics | None = None
+            for number, passage in enumerate(passages):
+                part = statistics(job, name, passage, number)
+                total = part if total is None else total + part
+                if set(job.selector.needs) <= {"producers"}:
+                    break  # weights are the same for every batch
+            assert total is not None  # noqa: S101  # there is at least one batch
+            return total
+
+        with job.team.together(f"the calibration of {name!r}"):
+            mine = self._over(reader, of_all)
+        return job.select(name, mine)
+
+    def _compensate(self, reader: Reader, where: Slot) -> None:
+        job = self._job
+        with job.team.together(f"the compensation of {reader.path}"):
+            mine = self._over(reader, lambda passages: gather(reader, passages, job.edits, dense=self._twin))
+        data = replace(mine, sums=job.add(mine.sums))
+        job.refits[reader.number] = refit(reader, data, job.edits, where, ridge=job.ridge)
+        if reader.number in job.edits.biases:
+            job.gained[owner(where.weight)] = reader.number
+
+
+def statistics(job: Job, name: str, passage: Passage, batch: int) -> Statistics:
+    """Statistics of one batch at all consumers of a hidden dimension."""
+    readings: list[Reading] = []
+    needs = set(job.selector.needs) - {"producers"}
+    for reader in job.readers_of[name]:
+        arguments = passage.arguments(reader.number)
+        factor = scale(passage.circuit.tails[reader.number], passage.fixed)
+        try:
+            readings += read(reader, [name], arguments, factor, needs)[name]
+        except IspaspError as error:
+            raise type(error)(f"hidden dimension {name!r}, read by {reader.path}, batch {batch}: {error}") from error
+    return Statistics(job.units[name], tuple(readings), job.made_by(name))
+
+
+def _error(reader: Reader, passage: Passage) -> tuple[float, float]:
+    """What a consumer that is not compensated loses, and how much there was, on the first batch."""
+    node = passage.circuit.contractions[reader.number]
+    whole, cut = passage.value(node, cut=False), passage.value(node)
+    linear = _without_bias(whole, passage.arguments(reader.number), output_dim(node))
+    return _squared(whole - cut), _squared(linear)
+
+
+def _squared(x: Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+def _without_bias(y: Tensor, arguments: Arguments, channel: int | None) -> Tensor:
+    bias = arguments.get("bias")
+    if bias is None or channel is None or bias.ndim != 1:
+        return y
+    shape = [1] * y.ndim
+    shape[channel] = -1
+    return y - bias.reshape(shape)

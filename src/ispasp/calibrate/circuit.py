@@ -1,0 +1,152 @@
+"""Circuits: the graph of a call, run node by node.
+
+A `Circuit` is the traced graph of batches of one shape. A `Passage` is one batch on its way through it: it can be
+stopped in front of any node, asked what that node is about to read, and sent on. With a dense twin the same batch goes
+through the network as it was, side by side with the one that is being pruned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ispasp.graph.tails import Tail, tail
+from ispasp.graph.trace import Batch, Trace, call_arguments
+
+Values = dict[fx.Node, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Circuit:
+    """A traced graph, and in it the nodes that read or make hidden dimensions, by their number in the analysis."""
+
+    trace: Trace
+    contractions: Mapping[int, fx.Node]
+
+    @cached_property
+    def order(self) -> dict[fx.Node, int]:
+        """Position of every node that is executed."""
+        return {node: k for k, node in enumerate(n for n in self.trace.graph.nodes if n.op != "placeholder")}
+
+    @cached_property
+    def dying(self) -> dict[fx.Node, list[fx.Node]]:
+        """Values that nobody needs after a node."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(self.trace.graph.nodes):
+            for used in (node, *node.all_input_nodes):
+                if used not in seen:
+                    seen.add(used)
+                    found.setdefault(node, []).append(used)
+        return found
+
+    @cached_property
+    def tails(self) -> dict[int, Tail]:
+        """What follows each contraction."""
+        return {
+            number: Tail() if (channel := output_dim(node)) is None else tail(node, channel, self.trace.sources)
+            for number, node in self.contractions.items()
+        }
+
+    @cached_property
+    def mutating(self) -> bool:
+        """Whether some op changes its argument: then twins must not share memory."""
+        return any(mutates(node) for node in self.order)
+
+    def parameters(self, tensors: Mapping[str, Tensor]) -> Values:
+        """Values of all placeholders that are not inputs."""
+        values: Values = {}
+        for node in self.trace.graph.find_nodes(op="placeholder"):
+            source = self.trace.sources[node.name]
+            if source.kind == "constant":
+                values[node] = self.trace.constants[source.name]
+            elif source.kind != "input":
+                values[node] = tensors[source.name]
+        return values
+
+    def inputs(self, batch: Batch) -> Values:
+        """Values of the placeholders that are inputs."""
+        leaves = iter(pytree.tree_leaves(call_arguments(batch)))
+        nodes = self.trace.graph.find_nodes(op="placeholder")
+        return {node: next(leaves) for node in nodes if self.trace.sources[node.name].kind == "input"}
+
+
+def output_dim(node: fx.Node) -> int | None:
+    """Which dimension of a layer's output counts its output channels, where that is plain to see."""
+    name = str(node.target)
+    if name.startswith("aten.conv"):
+        return 1 if len(node.meta["val"].shape) > 2 else None
+    return -1 if name in ("aten.linear.default", "aten.addmm.default") else None
+
+
+@dataclass(eq=False)
+class Edits:
+    """How the pruned network differs from the dense one: what consumers do not read, and new values.
+
+    `cuts[number]`: masks of the positions that stay on dimensions of the activations that contraction `number` reads.
+    `tensors`: new values of parameters and buffers by name, in the dense shape. `biases`: for a contraction that has no
+    bias in the graph.
+    """
+
+    cuts: dict[int, list[tuple[str, int, Tensor]]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[int, Tensor] = field(default_factory=dict)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, under all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Run one node."""
+    if node.op == "get_attr":
+        value: Any = module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return value
+    if node.op == "output":
+        return args[0]
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an op changes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def copied(values: Values) -> Values:
+    """The same values in memory of their own; what shared memory shares it again."""
+    storages: dict[int, Any] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
+
+    return {node: pytree.tree_map(copy, value) for node, value in values.items()}
+
+
+def bytes_in(values: Values) -> int:
+    """Memory that these values take, shared memory counted once."""
+    storages = {
+        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+        for value in values.values()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    }
+    return sum(storages.values())

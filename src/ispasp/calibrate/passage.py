@@ -1,0 +1,182 @@
+"""One batch on its way through the network, and through its dense twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ispasp.calibrate.circuit import Circuit, Edits, Values, bytes_in, copied, execute, mutates
+from ispasp.calibrate.forms import Arguments, named_arguments
+from ispasp.graph.trace import Batch
+
+aten = torch.ops.aten
+_SLICED = {aten.linear.default: -1, aten.conv1d.default: 1, aten.conv2d.default: 1, aten.conv3d.default: 1}
+
+
+class Passage:
+    """A batch in front of a node. `pruned` sees the edits made so far, `dense` (with `twin`) does not.
+
+    Both are one until the first edited node is reached.
+    """
+
+    def __init__(
+        self,
+        circuit: Circuit,
+        batch: Batch,
+        tensors: Mapping[str, Tensor],
+        edits: Edits,
+        *,
+        twin: bool = False,
+        slicing: bool = True,
+    ) -> None:
+        """Start in front of the first node; without `slicing` what is not read is zero, never left out."""
+        self.circuit = circuit
+        self._edits = edits
+        self._tensors = tensors
+        self._numbers = {node: number for number, node in circuit.contractions.items()}
+        self._twin = twin
+        self._slicing = slicing
+        self.fixed = circuit.parameters(tensors)
+        self._nodes = list(circuit.order)
+        self._at = 0
+        self._pruned: Values = circuit.inputs(batch)
+        self._dense: Values | None = None
+
+    # Going on ---------------------------------------------------------------------------------------------------
+
+    def advance(self, to: fx.Node | None = None) -> Any:
+        """Run every node before `to`; to the end without one, where it returns the model's output."""
+        end = len(self._nodes) if to is None else self.circuit.order[to]
+        result = None
+        while self._at < end:
+            node = self._nodes[self._at]
+            if self._dense is None and self._twin and self._is_edited(node):
+                self._dense = copied(self._pruned) if self.circuit.mutating else dict(self._pruned)
+            for values, edited in self._twins():
+                if node not in values:  # a dense twin may have been asked for it already
+                    values[node] = self._run(node, values, edited=edited)
+            result = self._pruned[node]
+            for values, _ in self._twins():
+                for gone in self.circuit.dying.get(node, ()):
+                    values.pop(gone, None)
+            self._at += 1
+        return result
+
+    def _twins(self) -> list[tuple[Values, bool]]:
+        both = [(self._pruned, True)]
+        if self._dense is not None:
+            both.append((self._dense, False))
+        return both
+
+    def _is_edited(self, node: fx.Node) -> bool:
+        number = self._numbers.get(node)
+        if number is not None and (number in self._edits.cuts or number in self._edits.biases):
+            return True
+        return any(self._name(n) in self._edits.tensors for n in node.all_input_nodes if n.op == "placeholder")
+
+    def _name(self, placeholder: fx.Node) -> str:
+        return self.circuit.trace.sources[placeholder.name].name
+
+    def named(self, name: str) -> Tensor:
+        """The present value of a parameter or buffer in the network that is being pruned."""
+        return self._edits.tensors[name] if name in self._edits.tensors else self._tensors[name]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the live activations."""
+        return sum(bytes_in(values) for values, _ in self._twins())
+
+    # Looking ahead ----------------------------------------------------------------------------------------------
+
+    def arguments(self, number: int, *, dense: bool = False) -> Arguments:
+        """What a contraction reads, by argument name, before any cut there; runs ahead as far as it depends on."""
+        node = self.circuit.contractions[number]
+        values = self._ahead(node.all_input_nodes, dense=dense)
+        args, kwargs = self._fetch(node, values, edited=not dense)
+        return named_arguments(node, args, kwargs)
+
+    def value(self, node: fx.Node, *, dense: bool = False, cut: bool = True) -> Any:
+        """What a node returns; with `cut=False` a contraction in the pruned network still reads everything."""
+        live = self._dense if dense and self._dense is not None else self._pruned
+        if node in live:
+            return live[node]
+        values = self._ahead(node.all_input_nodes, dense=dense)
+        value = self._run(node, values, edited=not dense, cut=cut)
+        if dense and self._dense is not None and node is self._nodes[self._at]:
+            self._dense[node] = value  # it is next anyway
+        return value
+
+    def _ahead(self, wanted: list[fx.Node], *, dense: bool) -> Values:
+        live = self._dense if dense and self._dense is not None else self._pruned
+        missing: set[fx.Node] = set()
+        stack = [n for n in wanted if n.op != "placeholder" and n not in live]
+        if stack:
+            stack += self._hidden_writes(max(self.circuit.order[n] for n in stack))
+        while stack:
+            node = stack.pop()
+            if node not in missing:
+                missing.add(node)
+                stack += [n for n in node.all_input_nodes if n.op != "placeholder" and n not in live]
+        if not missing:
+            return live
+        ordered = sorted(missing, key=self.circuit.order.__getitem__)
+        values = copied(live) if any(mutates(node) for node in ordered) else dict(live)
+        for node in ordered:
+            values[node] = self._run(node, values, edited=not dense)
+        return values
+
+    def _hidden_writes(self, end: int) -> list[fx.Node]:
+        """Nodes on the way that change memory others read, though no edge of the graph says so."""
+        return [node for node in self._nodes[self._at : end] if mutates(node) and not node.users]
+
+    # Running ----------------------------------------------------------------------------------------------------
+
+    def _fetch(self, node: fx.Node, values: Values, *, edited: bool) -> tuple[Any, Any]:
+        def look_up(n: fx.Node) -> Any:
+            if n.op == "placeholder" and n in self.fixed:
+                return self._edits.tensors.get(self._name(n), self.fixed[n]) if edited else self.fixed[n]
+            return values[n]
+
+        return fx.node.map_arg(node.args, look_up), fx.node.map_arg(node.kwargs, look_up)
+
+    def _run(self, node: fx.Node, values: Values, *, edited: bool, cut: bool = True) -> Any:
+        args, kwargs = self._fetch(node, values, edited=edited)
+        number = self._numbers.get(node)
+        if not edited or number is None or (number not in self._edits.cuts and number not in self._edits.biases):
+            return execute(self.circuit.trace.module, node, args, kwargs)
+        given = named_arguments(node, args, kwargs)
+        if cut:
+            _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
+        if number in self._edits.biases:
+            given["bias"] = self._edits.biases[number].to(given["weight"])
+        return _call(node, given)
+
+
+def _cut(node: fx.Node, given: Arguments, cuts: list[tuple[str, int, Tensor]], *, slicing: bool) -> None:
+    """Take away what is not read: by slicing where that is one position of the weight, else by zeros."""
+    for data, dim, mask in cuts:
+        name, _, index = data.partition(".")
+        x = given[name][int(index)] if index else given[name]
+        axis = _SLICED.get(node.target) if slicing else None
+        if axis is not None and given.get("groups", 1) == 1 and dim % x.ndim == axis % x.ndim and data == "input":
+            positions = torch.nonzero(mask.to(x.device)).flatten()
+            given[name] = x.index_select(dim, positions)
+            given["weight"] = given["weight"].index_select(1, positions)
+            continue
+        shape = [1] * x.ndim
+        shape[dim] = len(mask)
+        x = x.masked_fill(~mask.to(x.device).reshape(shape), 0)  # also clears NaN and Inf, which removal does
+        if index:
+            given[name] = [x if k == int(index) else value for k, value in enumerate(given[name])]
+        else:
+            given[name] = x
+
+
+def _call(node: fx.Node, given: Arguments) -> Any:
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    args = [given[a.name] for a in arguments if not a.kwarg_only]
+    kwargs = {a.name: given[a.name] for a in arguments if a.kwarg_only}
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,155 @@
+"""Readers: the places of a graph where hidden dimensions are read, and statistics of what they read there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ispasp.calibrate.forms import Arguments, Form, forms
+from ispasp.calibrate.measure import measure
+from ispasp.errors import InputError
+from ispasp.graph.analyse import Analysis, owner
+from ispasp.graph.atoms import resolve
+from ispasp.graph.values import Contraction, Value
+from ispasp.types import Consumer, Reading
+from ispasp.types.layout import Extent, Factor, Kept, kept_mask, names_in
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """One contraction: its number in the analysis, module path, and the dimensions of activations it sums over."""
+
+    number: int
+    path: str
+    contraction: Contraction
+    extents: tuple[tuple[int, Extent], ...]
+
+    @property
+    def names(self) -> set[str]:
+        """Hidden dimensions that are read here."""
+        return {name for _, extent in self.extents for name in names_in(extent)}
+
+    def cuts(self, kept: Kept) -> list[tuple[str, int, Tensor]]:
+        """Argument, dimension and mask of the positions that stay."""
+        return [
+            (self.contraction.data, dim, kept_mask(extent, kept))
+            for dim, extent in self.extents
+            if names_in(extent) & set(kept)
+        ]
+
+    def forms(self, arguments: Arguments) -> Sequence[Form]:
+        """Its products in normal form."""
+        return forms(self.contraction.node, arguments, self.contraction.data)
+
+    def activations(self, arguments: Arguments) -> Tensor:
+        """The argument that holds activations."""
+        name, _, index = self.contraction.data.partition(".")
+        found: Tensor = arguments[name][int(index)] if index else arguments[name]
+        return found
+
+    def labels(self, name: str, x: Tensor) -> Tensor:
+        """Which unit of a hidden dimension each entry of the activations belongs to, -1 for none; shaped as x."""
+        found = torch.full((1,) * x.ndim, -1)
+        for dim, extent in self.extents:
+            if name in names_in(extent):
+                shape = [1] * x.ndim
+                shape[dim] = -1
+                found = torch.maximum(found, units_along(extent, name).reshape(shape))
+        return found.to(x.device).expand(x.shape)
+
+
+def units_along(extent: Extent, name: str) -> Tensor:
+    """Unit of each position of an axis, -1 outside. (full length,)
+
+    >>> units_along(((("a", 2), (None, 2)), (("b", 3),)), "a").tolist()
+    [0, 0, 1, 1, -1, -1, -1]
+    """
+    parts = []
+    for segment in extent:
+        inside = any(n == name for n, _ in segment)
+        index = torch.zeros(1, dtype=torch.long) if inside else torch.full((1,), -1)
+        for n, size in segment:
+            step = torch.arange(size) if n == name else torch.zeros(size, dtype=torch.long)
+            index = (index[:, None] + step[None, :]).flatten()
+        parts.append(index)
+    return torch.cat(parts)
+
+
+def readers(analysis: Analysis, wanted: Collection[str]) -> list[Reader]:
+    """Every contraction that reads one of these hidden dimensions, in the order of the graph."""
+    found = []
+    order = {node: k for k, node in enumerate(analysis.trace.graph.nodes)}
+    for number, contraction in enumerate(analysis.tracker.contractions):
+        reader = Reader(number, _path(contraction), contraction, _extents(analysis, contraction, wanted))
+        if reader.names:
+            found.append(reader)
+    return sorted(found, key=lambda reader: order[reader.contraction.node])
+
+
+def _path(contraction: Contraction) -> str:
+    return ", ".join(sorted({owner(name) or name for name in contraction.parameters}))
+
+
+def _extents(analysis: Analysis, contraction: Contraction, wanted: Collection[str]) -> tuple[tuple[int, Extent], ...]:
+    node, data = contraction.node, contraction.data
+    name, _, index = data.partition(".")
+    position = next(
+        i
+        for i, a in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+        if a.name == name
+    )
+    argument = node.args[position] if position < len(node.args) else node.kwargs[name]
+    value = analysis.tracker.values[argument[int(index)] if index else argument]  # type: ignore[index]
+    assert isinstance(value, Value)  # noqa: S101  # the rule put it there
+    read = {analysis.names.get(atom) for axis in contraction.contracted for s in resolve(axis) for atom in s}
+
+    def only(factor: Factor) -> Factor:
+        return factor if factor[0] in read and factor[0] in wanted else (None, factor[1])
+
+    return tuple(
+        (dim, tuple(tuple(map(only, segment)) for segment in analysis.extent(value.axes[dim])))
+        for dim in contraction.dims
+    )
+
+
+def read(
+    reader: Reader, names: Sequence[str], arguments: Arguments, outputs: Tensor | None, needs: Collection[str]
+) -> dict[str, tuple[Reading, ...]]:
+    """Statistics of one batch at a reader, for each of several hidden dimensions that it reads.
+
+    The sums are the same for all of them and taken once; only what belongs to which unit differs.
+    """
+    found: dict[str, list[Reading]] = {name: [] for name in names}
+    x = reader.activations(arguments)
+    products = reader.forms(arguments)
+    if not products:
+        raise InputError(f"{reader.path} reads it by {reader.contraction.node.target}, which has no normal form")
+    for product in products:
+        H = product.arrange(x)
+        consumer = _scaled(product.consumer, outputs)
+        if not H.numel():  # an expert that got no token
+            H = H.new_zeros(1, *H.shape[1:])
+        reading = measure(consumer, H, needs)
+        for name in names:
+            labels = product.arrange(reader.labels(name, x))
+            units = _channel_units(consumer, labels, reader, name, x)
+            found[name].append(replace(reading, consumer=replace(consumer, units=units)))
+    return {name: tuple(rows) for name, rows in found.items()}
+
+
+def _scaled(consumer: Consumer, factor: Tensor | None) -> Consumer:
+    return consumer if factor is None or len(factor) != consumer.outputs else replace(consumer, scale=factor)
+
+
+def _channel_units(consumer: Consumer, labels: Tensor, reader: Reader, name: str, x: Tensor) -> Tensor:
+    """Unit of every channel of the consumer, from arranged labels."""
+    if not labels.numel():  # no row to look at: the contracted dimension is the last
+        ((_, extent),) = reader.extents
+        return units_along(extent, name).to(x.device)
+    first = labels[0] if labels.ndim > 1 else labels
+    while first.ndim > 1:
+        first = first[:, 0] if hasattr(consumer, "geometry") else first[0]
+    return first.contiguous()

@@ -1,0 +1,154 @@
+"""Statistics as plain sums with keys, so that ranks that have seen different data can agree on what to add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ispasp.errors import InputError
+from ispasp.types import Gram, Magnitude, Moment, Reading, Statistics
+from ispasp.types.statistics import Sensitivity, Size
+
+Key = tuple[int, str, Size]  # reading, statistic, spatial size (empty for all but moments of convolutions)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks together have: the shape of every sum, and the number of examples behind each statistic."""
+
+    shapes: Mapping[Key, tuple[int, ...]]
+    examples: Mapping[tuple[int, str], int]
+
+
+def sums(statistics: Statistics) -> dict[Key, Tensor]:
+    """Every sum in the statistics under its key.
+
+    >>> from ispasp.types import LinearConsumer
+    >>> moment = Moment({(): torch.tensor([1.0, 2.0])}, examples=3)
+    >>> sums(Statistics(2, (Reading(LinearConsumer(torch.eye(2)), moment),)))
+    {(0, 'moment', ()): tensor([1., 2.])}
+    """
+    found: dict[Key, Tensor] = {}
+    for number, reading in enumerate(statistics.readings):
+        for name, statistic in _taken(reading).items():
+            if isinstance(statistic, Moment):
+                found.update({(number, name, size): total for size, total in statistic.maps.items()})
+            else:
+                found[number, name, ()] = statistic.total
+    return found
+
+
+def outline(statistics: Statistics) -> dict[str, Any]:
+    """What one rank has, as JSON: for the others to see before anything is added.
+
+    >>> from ispasp.types import LinearConsumer
+    >>> reading = Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), examples=3))
+    >>> outline(Statistics(2, (reading,)))
+    {'units': 2, 'channels': [2], 'shapes': [[0, 'magnitude', [], [2]]], 'examples': [[0, 'magnitude', 3]]}
+    """
+    return {
+        "units": statistics.units,
+        "channels": [reading.consumer.channels for reading in statistics.readings],
+        "shapes": [
+            [number, name, list(size), list(total.shape)] for (number, name, size), total in sums(statistics).items()
+        ],
+        "examples": [
+            [number, name, statistic.examples]
+            for number, reading in enumerate(statistics.readings)
+            for name, statistic in _taken(reading).items()
+        ],
+    }
+
+
+def agreed(outlines: Sequence[Mapping[str, Any]]) -> Agreement:
+    """What all ranks together have, from the outline of each. The error, if any, is the same on every rank.
+
+    A rank without data at a consumer adds nothing there; one with data must have the statistics that the others have.
+
+    >>> a = {"units": 2, "channels": [2], "shapes": [[0, "moment", [3], [2, 3]]], "examples": [[0, "moment", 1]]}
+    >>> b = {"units": 2, "channels": [2], "shapes": [[0, "moment", [5], [2, 5]]], "examples": [[0, "moment", 4]]}
+    >>> agreed([a, b])
+    Agreement(shapes={(0, 'moment', (3,)): (2, 3), (0, 'moment', (5,)): (2, 5)}, examples={(0, 'moment'): 5})
+    """
+    shapes: dict[Key, tuple[int, ...]] = {}
+    examples: dict[tuple[int, str], int] = {}
+    for rank, given in enumerate(outlines):
+        for what in ("units", "channels"):
+            if given[what] != outlines[0][what]:
+                raise InputError(
+                    f"rank {rank} has statistics of {given[what]} {what}, rank 0 of {outlines[0][what]}: "
+                    "prune the same model with the same options on every rank"
+                )
+        for number, name, size, shape in given["shapes"]:
+            key = (number, name, tuple(size))
+            if shapes.setdefault(key, tuple(shape)) != tuple(shape):
+                raise InputError(
+                    f"the {name} at consumer {number} has shape {tuple(shape)} on rank {rank}, {shapes[key]} on a rank "
+                    "before it: prune the same model with the same options on every rank"
+                )
+        for number, name, count in given["examples"]:
+            examples[number, name] = examples.get((number, name), 0) + count
+    for rank, given in enumerate(outlines):
+        _check_kinds(rank, given, examples)
+    return Agreement(dict(sorted(shapes.items())), dict(sorted(examples.items())))
+
+
+def rebuilt(statistics: Statistics, agreement: Agreement, totals: Mapping[Key, Tensor]) -> Statistics:
+    """Statistics of the same hidden dimension with the sums and the examples of all ranks."""
+    return Statistics(
+        statistics.units,
+        tuple(_reading(number, r, agreement, totals) for number, r in enumerate(statistics.readings)),
+        statistics.producers,
+    )
+
+
+def blank(statistics: Statistics, key: Key, shape: tuple[int, ...]) -> Tensor:
+    """A sum of no data, on the device where this rank has its other sums of that consumer."""
+    near = next((total for other, total in sums(statistics).items() if other[0] == key[0]), None)
+    device = statistics.readings[key[0]].consumer.weight.device if near is None else near.device
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def _taken(reading: Reading) -> dict[str, Moment | Magnitude | Gram | Sensitivity]:
+    """The statistics that hold data."""
+    found = {
+        "moment": reading.moment,
+        "magnitude": reading.magnitude,
+        "gram": reading.gram,
+        "sensitivity": reading.sensitivity,
+    }
+    return {name: statistic for name, statistic in found.items() if statistic is not None and statistic.examples}
+
+
+def _check_kinds(rank: int, given: Mapping[str, Any], examples: Mapping[tuple[int, str], int]) -> None:
+    own: dict[int, set[str]] = {}
+    for number, name, _ in given["examples"]:
+        own.setdefault(number, set()).add(name)
+    for number, names in own.items():
+        missing = {name for other, name in examples if other == number} - names
+        if missing:
+            raise InputError(
+                f"rank {rank} has no {sorted(missing)[0]} at consumer {number}, another rank has: "
+                "take the same statistics on every rank"
+            )
+
+
+def _reading(number: int, reading: Reading, agreement: Agreement, totals: Mapping[Key, Tensor]) -> Reading:
+    def single(name: str) -> tuple[Tensor, int] | None:
+        known = (number, name) in agreement.examples
+        return (totals[number, name, ()], agreement.examples[number, name]) if known else None
+
+    maps = {size: total for (n, name, size), total in totals.items() if (n, name) == (number, "moment")}
+    moment = Moment(maps, agreement.examples[number, "moment"]) if (number, "moment") in agreement.examples else None
+    magnitude, gram, sensitivity = single("magnitude"), single("gram"), single("sensitivity")
+    return Reading(
+        reading.consumer,
+        moment,
+        None if magnitude is None else Magnitude(*magnitude),
+        None if gram is None else Gram(*gram),
+        None if sensitivity is None else Sensitivity(*sensitivity),
+    )

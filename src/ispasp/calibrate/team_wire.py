@@ -1,0 +1,126 @@
+"""Collectives that end: each is done on every rank, or raises on this one within the timeout."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ispasp.errors import DistributedError
+
+_DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # backends that want their tensors on an accelerator
+_PAUSE = 0.005  # seconds; bounds how late the end of a collective is seen
+
+
+@final
+class Wire:
+    """The connection of this rank to all others. Making one is a collective.
+
+    Messages and CPU tensors go over a gloo group of its own: gloo notices a closed connection at once, it can wait
+    without ending the process, and what goes wrong here leaves the caller's own groups alone. Tensors go over the
+    caller's backend if that is one for accelerators. A message comes before every tensor, so that a rank that is
+    missing shows on gloo first.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        """Open the group; every rank must do so."""
+        self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout_seconds
+        self.broken = ""
+        with self._collective("the start of the team"):
+            self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        kind = _DEVICES.get(str(dist.get_backend()))
+        self._tensors: Any = dist.group.WORLD if kind else self._group
+        # Fixed now: the current device is a property of the thread, and calibration runs in several.
+        self._device = (
+            torch.device(kind, torch.get_device_module(kind).current_device()) if kind else torch.device("cpu")
+        )
+
+    def exchange(self, what: str, message: Any) -> list[Any]:
+        """The messages of all ranks, in order of rank. A message is anything JSON can say."""
+        payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        with self._in_step(what):
+            lengths = [int(n) for n in self._gather(what, torch.tensor([len(payload)]))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: len(payload)] = payload
+            parts = self._gather(what, padded)
+        return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def add(self, what: str, x: Tensor) -> Tensor:
+        """The sum of x over ranks in float64, the same bits on every rank, where x was.
+
+        Rank 0 gets the sum and sends it to all. An all-reduce moves as many bytes, but no backend promises that all
+        ranks get the same bits from it, and one different bit can be one different unit.
+        """
+        with self._in_step(what):
+            total = x.detach().to(self._device, torch.float64, copy=True).contiguous()
+            if total.numel():
+                self._wait(what, lambda: dist.reduce(total, 0, group=self._tensors, async_op=True))
+                self._wait(what, lambda: dist.broadcast(total, 0, group=self._tensors, async_op=True))
+            return total.to(x.device)
+
+    def first(self, what: str, x: Tensor) -> Tensor:
+        """The x of rank 0, bit for bit, where x was; shape and dtype must be those of rank 0."""
+        with self._in_step(what):
+            flat = x.detach().to(self._device, copy=True).contiguous().flatten()
+            if flat.numel():
+                data = flat.view(torch.uint8)  # not every backend knows every dtype
+                self._wait(what, lambda: dist.broadcast(data, 0, group=self._tensors, async_op=True))
+            return flat.reshape(x.shape).to(x.device)
+
+    def close(self) -> None:
+        """Give the group back. Not a collective: every rank may do so when it likes."""
+        self.broken = self.broken or "the team was closed"
+        if dist.is_initialized() and self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = self._tensors = None
+
+    def _gather(self, what: str, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(what, lambda: dist.all_gather(parts, x, group=self._group, async_op=True))
+        return parts
+
+    def _wait(self, what: str, start: Callable[[], Any]) -> None:
+        # Asking instead of waiting: Python hears Ctrl-C only between calls, and backends differ in what they do with a
+        # timeout (nccl ends the process).
+        with self._collective(what):
+            work, end, pause = start(), time.monotonic() + self.timeout, 1e-5
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise RuntimeError("no answer")
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE)
+            work.wait()
+
+    @contextmanager
+    def _in_step(self, what: str) -> Iterator[None]:
+        """After any failure in here nothing more is sent: ranks are out of step, and would read the wrong bytes."""
+        if self.broken:
+            raise DistributedError(f"{what} cannot start on rank {self.rank}: {self.broken}; start all ranks again")
+        try:
+            yield
+        except BaseException:
+            self.broken = f"{what} failed before"
+            raise
+
+    @contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """Turn torch's error into one that says what to do."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(". ")[0]  # gloo begins with its source line
+            raise DistributedError(
+                f"{what} failed on rank {self.rank} of {self.size} after {time.monotonic() - started:.1f} s: another "
+                f"rank died, hangs or is late ({reason}). Look at the output of the other ranks; if they are only "
+                f"slow, raise the timeout ({self.timeout:g} s)"
+            ) from error

@@ -1,0 +1,181 @@
+"""Compensate one consumer: gather sums over all batches, solve, and put the new weight among the edits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ispasp.calibrate.circuit import Edits, output_dim
+from ispasp.calibrate.forms import Arguments, Form
+from ispasp.calibrate.passage import Passage
+from ispasp.calibrate.patches import patches
+from ispasp.calibrate.readers import Reader
+from ispasp.compensate.slots import Slot
+from ispasp.compensate.solve import RIDGE, Fit, solve
+from ispasp.compensate.sums import Sums, sums_of
+from ispasp.graph.tails import scale
+from ispasp.types import Consumer, ConvConsumer
+
+_ENTRIES = 2**25  # of the patches that are laid out at once
+_FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make good for a skip connection
+
+
+@dataclass(frozen=True)
+class Refit:
+    """What happened at one consumer: squared errors before and after compensation, what they relate to, a remark."""
+
+    before: float
+    after: float
+    size: float
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Sums of the batches at one consumer, with what is needed of the consumer itself to solve for it."""
+
+    sums: Sums
+    form: Form
+    bias: Tensor  # (groups, O)
+    named: Callable[[str], Tensor]
+
+
+def gather(reader: Reader, passages: Iterable[Passage], edits: Edits, *, dense: bool) -> Gathered:
+    """Sums of inputs (the kept units) and targets over all batches.
+
+    The target is what the consumer gives with all units (`dense=False`), or what it gives in the dense twin plus what
+    the skip connection it is added to lacks (`dense=True`).
+    """
+    found: Gathered | None = None
+    for passage in passages:
+        arguments = passage.arguments(reader.number)
+        (form,) = reader.forms(arguments)
+        part = _gather(reader, passage, form, arguments, edits, dense=dense)
+        total = part if found is None else found.sums + part
+        found = Gathered(total, form, _bias(arguments, reader, form.consumer), passage.named)
+    assert found is not None  # noqa: S101  # there is at least one batch
+    return found
+
+
+def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: float = RIDGE) -> Refit:
+    """Fit the consumer's weight on the kept units to its target, and edit the network accordingly."""
+    s, b0 = data.sums, data.bias
+    W0 = _matrix(_narrow(data.form.consumer, _kept(reader, edits)))
+    fit = solve(s, W0, b0, intercept=bool(where.into), ridge=ridge)
+    if fit.used:
+        _write(reader, data, fit, where, edits)
+    size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
+    return Refit(fit.before, fit.after, size, _note(fit, where))
+
+
+def _note(fit: Fit, where: Slot) -> str:
+    if not fit.used:
+        return "not compensated: no better fit"
+    return {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
+
+
+def _kept(reader: Reader, edits: Edits) -> Tensor:
+    """Channels of the consumer that stay."""
+    ((_, _, mask),) = edits.cuts[reader.number]
+    return torch.nonzero(mask).flatten()
+
+
+def _narrow(consumer: Consumer, kept: Tensor) -> Consumer:
+    """The consumer of the kept channels only."""
+    kept = kept.to(consumer.weight.device)
+    if not isinstance(consumer, ConvConsumer):
+        return replace(consumer, weight=consumer.weight[:, kept])
+    if consumer.geometry.transposed:
+        return replace(consumer, weight=consumer.weight[kept])
+    inner = kept[kept < consumer.weight.shape[1]]  # every group loses the same
+    return replace(consumer, weight=consumer.weight[:, inner])
+
+
+def _matrix(consumer: Consumer) -> Tensor:
+    """Its weight as (groups, O, K)."""
+    if isinstance(consumer, ConvConsumer):
+        return consumer.grouped_weight().flatten(2)
+    return consumer.weight[None]
+
+
+def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
+    groups = consumer.geometry.groups if isinstance(consumer, ConvConsumer) else 1
+    given = arguments.get("bias")
+    if given is None and str(reader.contraction.node.target) == "aten.addmm.default":
+        given = arguments["self"]
+    if given is None:
+        given = consumer.weight.new_zeros(consumer.outputs)
+    return given.detach().double().reshape(groups, -1)
+
+
+def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, edits: Edits, *, dense: bool) -> Sums:
+    node = passage.circuit.contractions[reader.number]
+    kept = _kept(reader, edits)
+    small = _narrow(form.consumer, kept)
+    conv = isinstance(small, ConvConsumer)
+    H = form.arrange(reader.activations(arguments))
+    T = passage.value(node, dense=dense, cut=False)
+    T = form.output(_with_skip(T, passage, reader.number) if dense else T)
+    if not conv:
+        H, T = H.reshape(-1, H.shape[-1]), T.reshape(-1, T.shape[-1])
+    H = H.index_select(1, kept.to(H.device))
+    rows = max(1, _ENTRIES // max(1, _matrix(small).shape[-1] * math.prod(T.shape[2:]) * _matrix(small).shape[0]))
+    total = None
+    for h, t in zip(H.split(rows), T.split(rows), strict=True):
+        part = sums_of(patches(small, h), _target(t, small))
+        total = part if total is None else total + part
+    assert total is not None  # noqa: S101  # a batch holds at least one example
+    return total
+
+
+def _target(t: Tensor, consumer: Consumer) -> Tensor:
+    """Outputs as (groups, O, N), N in the order of patches."""
+    if not isinstance(consumer, ConvConsumer):
+        return t.T[None]
+    g = consumer.geometry.groups
+    return t.reshape(t.shape[0], g, t.shape[1] // g, -1).permute(1, 2, 0, 3).flatten(2)
+
+
+def _with_skip(T: Tensor, passage: Passage, number: int) -> Tensor:
+    """Add what the skip connection has lost, as seen through the BatchNorm in between."""
+    tail = passage.circuit.tails[number]
+    if tail.other is None:
+        return T
+    lost = passage.value(tail.other, dense=True) - passage.value(tail.other)
+    factor = scale(tail, passage.fixed)
+    if factor is not None:
+        shape = [1] * lost.ndim
+        shape[output_dim(passage.circuit.contractions[number]) or 0] = -1
+        inverse = torch.where(factor.abs() > _FAINT * factor.abs().max(), 1 / factor, 0.0)
+        lost = lost * inverse.to(lost.dtype).reshape(shape)
+    return T + lost
+
+
+def _write(reader: Reader, data: Gathered, fit: Fit, where: Slot, edits: Edits) -> None:
+    form, kept = data.form, _kept(reader, edits)
+    consumer = form.consumer
+    assert form.restore is not None  # noqa: S101  # a slot was found
+    kept = kept.to(consumer.weight.device)
+    dtype = consumer.weight.dtype
+    if isinstance(consumer, ConvConsumer):
+        whole = consumer.grouped_weight().clone()  # (g, O/g, C/g, *kernel)
+        inner = kept[kept < whole.shape[2]]
+        whole[:, :, inner] = fit.weight.to(dtype).reshape(*whole.shape[:2], len(inner), *whole.shape[3:])
+        whole = whole.transpose(1, 2) if consumer.geometry.transposed else whole
+        weight = whole.reshape(consumer.weight.shape)
+    else:
+        weight = consumer.weight.clone()
+        weight[:, kept] = fit.weight[0].to(dtype)
+    edits.tensors[where.weight] = form.restore(weight).contiguous()
+    shift = (fit.bias - data.bias).flatten()
+    if where.into == "bias":
+        edits.tensors[where.shift] = fit.bias.flatten().to(dtype)
+    elif where.into == "norm":
+        mean = data.named(where.shift)
+        edits.tensors[where.shift] = (mean.double() - shift).to(mean.dtype)
+    elif where.into == "new bias":
+        edits.biases[reader.number] = fit.bias.flatten().to(dtype)

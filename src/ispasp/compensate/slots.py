@@ -1,0 +1,96 @@
+"""Where a consumer's new weight and bias can be put."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, fx, nn
+
+from ispasp.calibrate.circuit import Circuit
+from ispasp.calibrate.readers import Reader
+from ispasp.graph.analyse import owner
+
+_BIAS_ARGUMENT = {"aten.linear.default": "bias", "aten.addmm.default": "self"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Names of the tensors that take the weight and the shift; `why_not` says why there is none.
+
+    The shift goes into the layer's bias, else into the mean of a BatchNorm right after it, else into a bias that the
+    module gains, where it can hold one.
+    """
+
+    weight: str = ""
+    shift: str = ""
+    into: Literal["bias", "norm", "new bias", ""] = ""
+    why_not: str = ""
+
+
+def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[str, Tensor]) -> Slot:
+    """Find the slots of a reader; a tensor that anything else uses, too, is left alone."""
+    node = circuit.contractions[reader.number]
+    weight = _argument(node, _weight_argument(reader))
+    name = _own(weight, circuit, tensors)
+    if not name:
+        return Slot(why_not="its weight is shared or computed, not a parameter of its own")
+    bias = _argument(node, _bias_argument(node))
+    if bias is not None:
+        into = _own(bias, circuit, tensors)
+        return Slot(name, into, "bias") if into else Slot(name, why_not="its bias is shared, and stays")
+    norm = circuit.tails[reader.number].norm
+    if norm is not None:
+        mean = _own(norm.args[3], circuit, tensors)
+        if mean:
+            return Slot(name, mean, "norm")
+    if _can_hold(model, name):
+        return Slot(name, f"{owner(name)}.bias", "new bias")
+    return Slot(name, why_not="its module has no place for a bias")
+
+
+def _weight_argument(reader: Reader) -> str:
+    schema = reader.contraction.node.target._schema  # type: ignore[union-attr]
+    names = [a.name for a in schema.arguments]
+    if "weight" in names:
+        return "weight"
+    operands = [n for n in names if n in ("self", "other", "mat1", "mat2", "vec")][-2:]
+    return next((n for n in operands if n != reader.contraction.data), "")
+
+
+def _bias_argument(node: fx.Node) -> str:
+    name = str(node.target)
+    return "bias" if name.startswith("aten.conv") else _BIAS_ARGUMENT.get(name, "")
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return None
+
+
+def _own(node: object, circuit: Circuit, tensors: Mapping[str, Tensor]) -> str:
+    """The tensor's name, if this is its only use under any name."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder" or len(node.users) != 1:
+        return ""
+    source = circuit.trace.sources[node.name]
+    if source.kind not in ("parameter", "buffer"):
+        return ""
+    mine = tensors[source.name]
+    for other in circuit.trace.graph.find_nodes(op="placeholder"):
+        at = circuit.trace.sources[other.name]
+        if other is not node and at.kind == source.kind and tensors[at.name] is mine and other.users:
+            return ""
+    return source.name
+
+
+def _can_hold(model: nn.Module, weight: str) -> bool:
+    """Whether the module is a plain linear or convolution layer built without a bias."""
+    module = model.get_submodule(owner(weight))
+    plain = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d))
+    own_code = type(module).forward in (
+        cls.forward for cls in type(module).__mro__ if cls.__module__.startswith("torch.")
+    )
+    return plain and own_code and "bias" in module._parameters and module.bias is None

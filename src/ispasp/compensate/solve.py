@@ -1,0 +1,72 @@
+"""Ridge least squares for a consumer's weight and bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ispasp.compensate.sums import Sums
+
+RIDGE = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """New weight (groups, O, K) and bias (groups, O), with the squared errors on the calibration data.
+
+    `before` is the error with the weight as it was, `after` with the new one; `used` is False where the new one was not
+    better and the old one is returned.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    before: float
+    after: float
+    used: bool
+
+
+def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: float = RIDGE) -> Fit:
+    """Minimise ||T - W X - b||^2 + lambda ||W - W0||^2 over W, and over b if `intercept`.
+
+    The ridge pulls towards the weight as it was, W0 (groups, O, K), so that directions the data say nothing about stay.
+    lambda is `ridge` times the mean variance of the inputs: scaling the data changes nothing. b0 (groups, O).
+
+    >>> from ispasp.compensate.sums import sums_of
+    >>> X = torch.randn(1, 3, 100, dtype=torch.float64); W = torch.ones(1, 2, 3).double()
+    >>> fit = solve(sums_of(X, W @ X + 5.0), 0 * W, torch.zeros(1, 2).double(), ridge=1e-9)
+    >>> torch.allclose(fit.weight, W) and torch.allclose(fit.bias, torch.full((1, 2), 5.0).double())
+    True
+    """
+    W0, b0 = W0.double(), b0.double()
+    if intercept:  # centred: the bias takes the means
+        G = s.xx - s.x[..., :, None] * s.x[..., None, :] / s.n
+        C = s.tx - s.t[..., :, None] * s.x[..., None, :] / s.n
+    else:
+        G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
+    old = Fit(W0, b0, error := squared_error(s, W0, b0), error, used=False)
+    size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
+    if not bool((size > 0).all()):
+        return old
+    ridged = G + (ridge * size)[:, None, None] * torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    factor, info = torch.linalg.cholesky_ex(ridged)
+    if bool(info.any()):
+        return old
+    W = W0 + torch.cholesky_solve((C - W0 @ G).mT, factor).mT
+    b = (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if intercept else b0
+    after = squared_error(s, W, b)
+    return Fit(W, b, old.before, after, used=True) if after < old.before else old
+
+
+def squared_error(s: Sums, W: Tensor, b: Tensor) -> float:
+    """||T - W X - b||^2 from sums.
+
+    >>> from ispasp.compensate.sums import sums_of
+    >>> s = sums_of(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 5.0]]]))
+    >>> squared_error(s, torch.tensor([[[2.0]]]).double(), torch.tensor([[0.5]]).double())
+    0.5
+    """
+    quadratic = (s.tt - 2 * (W * s.tx).sum(-1) + ((W @ s.xx) * W).sum(-1)).sum()
+    linear = (b * (s.n * b - 2 * s.t + 2 * (W * s.x[..., None, :]).sum(-1))).sum()
+    return max(float(quadratic + linear), 0.0)

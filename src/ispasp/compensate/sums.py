@@ -1,0 +1,58 @@
+"""What least squares needs of the data: second moments of inputs and targets, which add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+_COLUMNS = 8192  # columns in one product: short sums stay accurate in float32, the total is in float64
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over columns of inputs X (groups, K, N) and targets T (groups, O, N), in float64; they merge with `+`.
+
+    >>> s = sums_of(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 5.0]]]))
+    >>> (s + s).xx.item(), (s + s).tx.item(), (s + s).n.item()
+    (10.0, 26.0, 4.0)
+    """
+
+    n: Tensor  # ()
+    x: Tensor  # (g, K)
+    t: Tensor  # (g, O)
+    xx: Tensor  # (g, K, K)
+    tx: Tensor  # (g, O, K)
+    tt: Tensor  # (g, O)
+
+    def __add__(self, other: Sums) -> Sums:
+        """Merge two parts of the data."""
+        return Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name, for adding over machines."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def sums_of(X: Tensor, T: Tensor) -> Sums:
+    """Sums of one batch. X (groups, K, N), T (groups, O, N).
+
+    Products of float32 are taken in float32, a few thousand columns at a time, and added up in float64; float16 and
+    bfloat16 are widened before.
+
+    >>> sums_of(torch.ones(1, 2, 3), torch.ones(1, 1, 3)).xx
+    tensor([[[3., 3.], [3., 3.]]], dtype=torch.float64)
+    """
+    if X.dtype not in (torch.float32, torch.float64):
+        X = X.float()
+    T = T.to(X.dtype)
+    xx = X.new_zeros(*X.shape[:2], X.shape[1], dtype=torch.float64)
+    tx = X.new_zeros(*T.shape[:2], X.shape[1], dtype=torch.float64)
+    for start in range(0, X.shape[-1], _COLUMNS):
+        A, B = X[..., start : start + _COLUMNS], T[..., start : start + _COLUMNS]
+        xx += A @ A.mT
+        tx += B @ A.mT
+    n = torch.tensor(float(X.shape[-1]), dtype=torch.float64, device=X.device)
+    double = torch.float64
+    return Sums(n, X.sum(-1, dtype=double), T.sum(-1, dtype=double), xx, tx, T.double().square().sum(-1))
