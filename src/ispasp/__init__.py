@@ -6,6 +6,7 @@ from ispasp.api.onnx import export_onnx
 from ispasp.api.save import save
 from ispasp.api.survey import Survey, survey
 from ispasp.errors import (
+    DistributedError,
     ExportError,
     InputError,
     IspaspError,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConvConsumer",
+    "DistributedError",
     "ExportError",
     "ISpaSP",
     "InputError",

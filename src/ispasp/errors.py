@@ -37,3 +37,7 @@ class SaveError(IspaspError, OSError):
 
 class ExportError(IspaspError, RuntimeError):
     """A model could not be exported, or the exported one does not compute the same."""
+
+
+class DistributedError(IspaspError, RuntimeError):
+    """Another rank failed, died or did not answer in time."""

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class FinetuneResult:
 
     def __str__(self) -> str:
         """A table of how learning rate and loss fell."""
-        title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs of {self.recipe}"
+        title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs"
         columns = [
             Column("steps", "steps"),
             Column("lr", "learning rate", "{:.3g}".format),
@@ -51,9 +52,10 @@ class FinetuneResult:
                 "lr": self.recipe.lr_at(a, self.steps),
                 "loss": math.fsum(self.losses[a:b]) / (b - a),
             }
-            for a, b in zip(edges, edges[1:])  # noqa: B905, RUF007  neighbours
+            for a, b in pairwise(edges)
         ]
-        return render(title, columns, table, f"steps 1-{self.resumed} from a checkpoint" if self.resumed else "")
+        resumed = f"\nsteps 1-{self.resumed} from a checkpoint" if self.resumed else ""
+        return f"{render(title, columns, table)}\n{self.recipe}{resumed}"
 
 
 def finetune(

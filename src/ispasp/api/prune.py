@@ -276,8 +276,12 @@ class _Batches:
         try:
             _try(model, first)
         except Exception as error:
-            hint = "" if self._input_of else "; a loader that yields (input, label) needs input_of=lambda batch: batch[0]"
-            raise InputError(f"the model does not run on the first batch: {type(error).__name__}: {error}{hint}") from error
+            hint = (
+                "" if self._input_of else "; a loader that yields (input, label) needs input_of=lambda batch: batch[0]"
+            )
+            raise InputError(
+                f"the model does not run on the first batch: {type(error).__name__}: {error}{hint}"
+            ) from error
 
     def again(self) -> Iterator[Batch]:
         """From the first batch on."""
@@ -308,9 +312,7 @@ def _surveyed(model: nn.Module, batch: Batch, options: Options) -> tuple[Survey,
     return survey(model, batch, scope=options.scope, kinds=options.kinds), batch
 
 
-def _write(
-    model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None
-) -> None:
+def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None) -> None:
     """New weights, then surgery."""
     for name, value in job.edits.tensors.items():
         tensor = job.tensors[name]

@@ -166,7 +166,11 @@ def _einsum(a: Arguments, data: str) -> Sequence[Form]:
     x, w = terms[at], terms[1 - at]
     X, W = tensors[at], tensors[1 - at]
     sizes = dict(zip(w, W.shape, strict=True))
-    if len(set(x)) < len(x) or len(set(w)) < len(w) or any(n != sizes.get(c, n) for c, n in zip(x, X.shape, strict=True)):
+    if (
+        len(set(x)) < len(x)
+        or len(set(w)) < len(w)
+        or any(n != sizes.get(c, n) for c, n in zip(x, X.shape, strict=True))
+    ):
         return []
     read = [c for c in x if c in w and c not in out]
     groups = [c for c in x if c in w and c in out]
@@ -205,7 +209,4 @@ def _experts(a: Arguments, data: str) -> Sequence[Form]:
     def part(start: int, end: int) -> Callable[[Tensor], Tensor]:
         return lambda x: x[start:end]
 
-    return [
-        Form(LinearConsumer(W[e].T), part(start, end))
-        for e, (start, end) in enumerate(pairwise(stops))
-    ]
+    return [Form(LinearConsumer(W[e].T), part(start, end)) for e, (start, end) in enumerate(pairwise(stops))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ispasp.types import Consumer, ConvConsumer
 
@@ -23,6 +24,8 @@ def patches(consumer: Consumer, H: Tensor) -> Tensor:
     if not isinstance(consumer, ConvConsumer):
         return H.reshape(-1, H.shape[-1]).T[None]
     geometry, groups = consumer.geometry, consumer.geometry.groups
+    if len(consumer.kernel) == 2 and not geometry.transposed and geometry.padding_mode == "zeros":
+        return _unfolded(consumer, H)
     X = H.reshape(H.shape[0], groups, -1, *H.shape[2:])  # (B, g, C/g, *size)
     for axis, (size, kernel) in enumerate(zip(H.shape[2:], consumer.kernel, strict=True)):
         source = geometry.sources(axis, size, kernel).to(H.device)  # (kernel, out)
@@ -34,3 +37,17 @@ def patches(consumer: Consumer, H: Tensor) -> Tensor:
     positions = list(range(4, X.ndim, 2))
     X = X.permute(1, 2, *taps, 0, *positions)  # (g, C/g, *taps, B, *out)
     return X.flatten(1 + 1 + len(taps)).flatten(1, -2)
+
+
+def _unfolded(consumer: ConvConsumer, H: Tensor) -> Tensor:
+    """The usual case by torch's own unfold, several times faster."""
+    geometry, kernel = consumer.geometry, consumer.kernel
+    (top, bottom), (left, right) = (geometry.pads(axis, kernel[axis]) for axis in (0, 1))
+    if (top, left) != (bottom, right):
+        H, top, left = F.pad(H, (left, right, top, bottom)), 0, 0
+    step, spread = geometry.stride or (1, 1), geometry.dilation or (1, 1)
+    if kernel == (1, 1) and (top, left) == (0, 0):
+        X = H[:, :, :: step[0], :: step[1]].flatten(2)  # (B, C, L)
+    else:
+        X = F.unfold(H, kernel, spread, (top, left), step)  # (B, C x taps, L)
+    return X.reshape(X.shape[0], geometry.groups, -1, X.shape[-1]).permute(1, 2, 0, 3).flatten(2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ispasp.calibrate.forms import Arguments, Form, forms
 from ispasp.calibrate.measure import measure
@@ -26,6 +29,7 @@ class Reader:
     path: str
     contraction: Contraction
     extents: tuple[tuple[int, Extent], ...]
+    _known: dict[str, tuple[Sequence[Tensor], Any]] = field(default_factory=dict)  # what depends on the weight only
 
     @property
     def names(self) -> set[str]:
@@ -41,8 +45,17 @@ class Reader:
         ]
 
     def forms(self, arguments: Arguments) -> Sequence[Form]:
-        """Its products in normal form."""
-        return forms(self.contraction.node, arguments, self.contraction.data)
+        """Its products in normal form; made once for a weight, unless rows are divided among experts."""
+        weights = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)]
+        weights = [v for v in weights if v is not self.activations(arguments)]
+        known = self._known.get("forms")
+        if known is not None and len(weights) == len(known[0]) and all(map(operator.is_, weights, known[0])):
+            found: Sequence[Form] = known[1]
+            return found
+        found = forms(self.contraction.node, arguments, self.contraction.data)
+        if len(found) == 1:
+            self._known["forms"] = (weights, found)
+        return found
 
     def activations(self, arguments: Arguments) -> Tensor:
         """The argument that holds activations."""
@@ -129,19 +142,38 @@ def read(
         raise InputError(f"{reader.path} reads it by {reader.contraction.node.target}, which has no normal form")
     for product in products:
         H = product.arrange(x)
-        consumer = _scaled(product.consumer, outputs)
+        consumer = _scaled(reader, product, outputs)
         if not H.numel():  # an expert that got no token
             H = H.new_zeros(1, *H.shape[1:])
         reading = measure(consumer, H, needs)
         for name in names:
-            labels = product.arrange(reader.labels(name, x))
-            units = _channel_units(consumer, labels, reader, name, x)
-            found[name].append(replace(reading, consumer=replace(consumer, units=units)))
+            found[name].append(replace(reading, consumer=_for_units(reader, name, product, consumer, x)))
     return {name: tuple(rows) for name, rows in found.items()}
 
 
-def _scaled(consumer: Consumer, factor: Tensor | None) -> Consumer:
-    return consumer if factor is None or len(factor) != consumer.outputs else replace(consumer, scale=factor)
+def _scaled(reader: Reader, product: Form, factor: Tensor | None) -> Consumer:
+    consumer = product.consumer
+    if factor is None or len(factor) != consumer.outputs:
+        return consumer
+    known = reader._known.get("scaled")
+    if known is not None and known[0][0] is consumer.weight and torch.equal(known[0][1], factor):
+        found: Consumer = known[1]
+        return found
+    found = replace(consumer, scale=factor)
+    reader._known["scaled"] = ([consumer.weight, factor], found)
+    return found
+
+
+def _for_units(reader: Reader, name: str, product: Form, consumer: Consumer, x: Tensor) -> Consumer:
+    """The consumer that knows which of its channels belong to which unit."""
+    known = reader._known.get(f"units:{name}")
+    if known is not None and known[0][0] is consumer.weight:
+        found: Consumer = known[1]
+        return found
+    units = _channel_units(consumer, product.arrange(reader.labels(name, x)), reader, name, x)
+    found = replace(consumer, units=units)
+    reader._known[f"units:{name}"] = ([consumer.weight], found)
+    return found
 
 
 def _channel_units(consumer: Consumer, labels: Tensor, reader: Reader, name: str, x: Tensor) -> Tensor:

@@ -67,3 +67,12 @@ def surgery(
 
     rows = experiment.run(model or tuple(experiment.NETWORKS), keep)
     typer.echo(json.dumps(experiment.as_json(rows), indent=2) if as_json else experiment.as_table(rows, keep))
+
+
+@bench.command()
+def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False) -> None:
+    """What the paper's recipes yield beside what it prints, with the other readings of its text."""
+    from ispasp.experiments.bench import recipes as experiment
+
+    rows = experiment.run()
+    typer.echo(json.dumps(experiment.as_json(rows), indent=2) if as_json else experiment.as_table(rows))

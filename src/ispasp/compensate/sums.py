@@ -47,12 +47,16 @@ def sums_of(X: Tensor, T: Tensor) -> Sums:
     if X.dtype not in (torch.float32, torch.float64):
         X = X.float()
     T = T.to(X.dtype)
-    xx = X.new_zeros(*X.shape[:2], X.shape[1], dtype=torch.float64)
-    tx = X.new_zeros(*T.shape[:2], X.shape[1], dtype=torch.float64)
-    for start in range(0, X.shape[-1], _COLUMNS):
+    (g, K, N), out = X.shape, T.shape[1]
+    total = Sums(
+        *(X.new_zeros(size, dtype=torch.float64) for size in ((), (g, K), (g, out), (g, K, K), (g, out, K), (g, out)))
+    )
+    total.n.fill_(N)
+    for start in range(0, N, _COLUMNS):
         A, B = X[..., start : start + _COLUMNS], T[..., start : start + _COLUMNS]
-        xx += A @ A.mT
-        tx += B @ A.mT
-    n = torch.tensor(float(X.shape[-1]), dtype=torch.float64, device=X.device)
-    double = torch.float64
-    return Sums(n, X.sum(-1, dtype=double), T.sum(-1, dtype=double), xx, tx, T.double().square().sum(-1))
+        total.x.add_(A.sum(-1))
+        total.t.add_(B.sum(-1))
+        total.xx.add_(A @ A.mT)
+        total.tx.add_(B @ A.mT)
+        total.tt.add_(B.square().sum(-1))
+    return total

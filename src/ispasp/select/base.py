@@ -11,8 +11,11 @@ from ispasp.types import Selection, Statistics
 class Selector(ABC):
     """A rule that decides which units stay.
 
-    Subclasses are frozen dataclasses: their fields are the options. `needs` names the statistics that calibration
-    has to take for them ("moment", "magnitude", "gram").
+    Subclasses are frozen dataclasses: their fields are the options. `needs` names what has to be there for them:
+
+    - "moment", "magnitude", "gram": statistics of what each consumer gets, see `calibrate.measure`;
+    - "sensitivity": a statistic that takes a loss and a backward pass, see `types.Sensitivity`;
+    - "producers": weights of the layers that make the units, no data, see `types.Producer`.
     """
 
     name: ClassVar[str]

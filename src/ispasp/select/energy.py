@@ -24,6 +24,27 @@ def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
     tensor([[ 1.,  2.],
             [ 2., 40.]], dtype=torch.float64)
     """
+    W, unit_of = columns(consumer)  # (g, O/g, K), (g, K)
+    check_sum("the Gram matrix", gram.total, gram.examples, (W.shape[0], W.shape[2], W.shape[2]))
+    if consumer.count_units() > units:
+        raise InputError(f"units={units}, but the consumer reads {consumer.count_units()}: pass the number it reads")
+    E = (W.mT @ W) * gram.total.double()  # (g, K, K)
+    row = unit_of + 1  # 0 for channels outside
+    half = E.new_zeros(*row.shape, units + 1).scatter_add(2, row[:, None].expand_as(E), E)  # (g, K, units + 1)
+    whole = E.new_zeros(units + 1, units + 1).index_add(0, row.flatten(), half.flatten(0, 1))
+    return whole[1:, 1:]
+
+
+def columns(consumer: Consumer) -> tuple[Tensor, Tensor]:
+    """The consumer as one matrix per group, which multiplies patches, and the unit of each of its columns.
+
+    Returns W (groups, outputs / groups, K) with the scale in it, in float64, and units (groups, K), -1 outside;
+    K = channels / groups x taps, as in a `Gram`.
+
+    >>> from ispasp.types import LinearConsumer
+    >>> columns(LinearConsumer(torch.ones(1, 4), units=torch.tensor([0, 0, 1, 1]), scale=torch.tensor([3.0])))
+    (tensor([[[3., 3., 3., 3.]]], dtype=torch.float64), tensor([[0, 0, 1, 1]]))
+    """
     if isinstance(consumer, ConvConsumer):
         W = consumer.grouped_weight().double()  # (g, O/g, C/g, *kernel)
         taps = math.prod(consumer.kernel)
@@ -31,14 +52,8 @@ def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
         W, taps = consumer.weight.double()[None], 1
     if consumer.scale is not None:
         W = W * consumer.scale.double().reshape(W.shape[0], -1, *(1,) * (W.ndim - 2))
-    W = W.flatten(2)  # (g, O/g, K)
-    check_sum("the Gram matrix", gram.total, gram.examples, (W.shape[0], W.shape[2], W.shape[2]))
-    if consumer.count_units() > units:
-        raise InputError(f"units={units}, but the consumer reads {consumer.count_units()}: pass the number it reads")
-    E = (W.mT @ W) * gram.total.double()  # (g, K, K)
-    unit_of = consumer.unit_of().reshape(W.shape[0], -1).repeat_interleave(taps, dim=1)  # (g, K)
-    onto = torch.nn.functional.one_hot(unit_of + 1, units + 1)[..., 1:].double()  # (g, K, units), -1 falls away
-    return (onto.mT @ E @ onto).sum(0)
+    unit_of = consumer.unit_of().reshape(W.shape[0], -1).repeat_interleave(taps, dim=1)
+    return W.flatten(2), unit_of
 
 
 def total_energy(statistics: Statistics) -> Tensor | None:

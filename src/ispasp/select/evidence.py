@@ -35,6 +35,21 @@ class Evidence:
                 checked(reading.moment, reading.consumer, number)
         self._energy = total_energy(statistics)
 
+    def energy(self, method: str) -> Tensor:
+        """E of all consumers together, see `select.energy`; `method` names who cannot do without. (units, units)
+
+        >>> from ispasp.types import LinearConsumer, Reading
+        >>> Evidence(Statistics(2, (Reading(LinearConsumer(torch.eye(2))),))).energy("thinet")
+        Traceback (most recent call last):
+        ...
+        ispasp.errors.InputError: thinet needs a Gram matrix at every consumer: take them with measure(...)
+        """
+        if self._energy is None:
+            raise InputError(
+                f"{method} needs a Gram matrix at every consumer: take them with measure(consumer, H, ['gram'])"
+            )
+        return self._energy
+
     def step(self, kept: Sequence[int]) -> Step:
         """The residuals if only `kept` stay.
 

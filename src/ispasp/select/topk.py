@@ -9,9 +9,8 @@ import torch
 
 from ispasp.errors import InputError
 from ispasp.select.base import Selector
-from ispasp.select.evidence import Evidence
-from ispasp.select.ordering import descending
-from ispasp.types import Selection, Statistics, units_to_keep
+from ispasp.select.scores import keep_largest, sum_by_unit
+from ispasp.types import Selection, Statistics
 from ispasp.types.checks import check_sum
 
 
@@ -39,15 +38,14 @@ class TopK(Selector):
         >>> TopK().select(Statistics(2, (r,)), keep=1).kept   # 4 > 3
         (1,)
         """
-        s = units_to_keep(keep, statistics.units)
-        score = torch.zeros(statistics.units, dtype=torch.float64, device=statistics.readings[0].consumer.weight.device)
+        scores = []
         for number, reading in enumerate(statistics.readings):
-            if reading.magnitude is None:
+            taken = reading.magnitude
+            if taken is None:
                 raise InputError(
                     f"consumer {number} has no magnitudes: take them with measure(consumer, H, ['magnitude'])"
                 )
             shape = (reading.consumer.channels,)
-            check_sum(f"the magnitude of consumer {number}", reading.magnitude.total, reading.magnitude.examples, shape)
-            unit_of = reading.consumer.unit_of()
-            score = score.index_add(0, unit_of[unit_of >= 0], reading.magnitude.total.double()[unit_of >= 0])
-        return Evidence(statistics).selection([sorted(descending(score)[:s].tolist())], converged=True)
+            check_sum(f"the magnitude of consumer {number}", taken.total, taken.examples, shape)
+            scores.append(sum_by_unit(taken.total, reading.consumer.unit_of(), statistics.units))
+        return keep_largest(statistics, keep, torch.stack(scores).sum(0))

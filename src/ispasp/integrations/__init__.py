@@ -1,0 +1,1 @@
+"""Integrations: models that other packages have prepared."""

@@ -1,0 +1,129 @@
+"""LASSO: the units that an l1 penalty on a factor per unit leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ispasp.select.base import Selector
+from ispasp.select.evidence import Evidence
+from ispasp.select.ordering import descending
+from ispasp.types import Selection, Statistics, units_to_keep
+
+_RIDGE = 1e-10  # relative to each diagonal entry: units that depend on others may enter without failing
+_END = 1e-8  # lambda below this part of the first is zero: the ridge would decide who enters
+
+
+@dataclass(frozen=True)
+class Lasso(Selector):
+    """Choose units by LASSO regression of the dense output on what each unit contributes to it.
+
+        min over beta of 1/2 ||A H - sum_i beta_i A H_i||_F^2 + lambda sum_i |beta_i|
+
+    He, Zhang, Sun (2017), Channel Pruning for Accelerating Very Deep Neural Networks. With the energy matrix this is a
+    quadratic in n unknowns, whatever the data. lambda falls from where no unit is left until s are.
+
+    Needs Gram matrices; costs n s for each unit that enters or leaves, after the energy matrix.
+
+    Where we leave the paper: it solves for one lambda after the other and raises it until few enough are left. The
+    solution is piecewise linear in lambda (Efron, Hastie, Johnstone, Tibshirani 2004, Least angle regression), so we
+    walk from one kink to the next: exact, with no step to choose and no tolerance. Its refit of the weights is
+    compensation's matter, and so are the factors beta: only which of them are zero is used.
+
+    >>> from ispasp.calibrate import measure
+    >>> from ispasp.types import LinearConsumer
+    >>> r = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, 3.0, -2.0]]), ["gram"])
+    >>> Lasso().select(Statistics(3, (r,)), keep=2).kept
+    (1, 2)
+    """
+
+    name: ClassVar[str] = "lasso"
+    needs: ClassVar[tuple[str, ...]] = ("gram",)
+
+    def select(self, statistics: Statistics, keep: float | int) -> Selection:
+        """Choose `keep` units. If lambda reaches zero before, those that contribute most of the rest are added.
+
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.types import LinearConsumer
+        >>> H = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+        >>> r = measure(LinearConsumer(torch.ones(1, 3)), H, ["gram"])
+        >>> Lasso().select(Statistics(3, (r,)), keep=1).kept
+        (1,)
+        """
+        s = units_to_keep(keep, statistics.units)
+        evidence = Evidence(statistics)
+        E = evidence.energy(self.name)
+        kept = lasso_path(E, s)
+        rest = [i for i in descending(E.diagonal()).tolist() if i not in set(kept)]
+        return evidence.selection([sorted(kept + rest[: s - len(kept)])], converged=True)
+
+
+def lasso_path(E: Tensor, s: int) -> list[int]:
+    """The s units that are non-zero at the largest lambda that has as many; fewer if lambda reaches zero before. (n, n)
+
+    >>> lasso_path(torch.diag(torch.tensor([1.0, 3.0, 0.0, 2.0])).double(), 2)
+    [1, 3]
+    """
+    E = E + torch.diag(_RIDGE * E.diagonal())
+    c, beta = E.sum(1), torch.zeros_like(E[0])  # c: correlations with the residual, E (1 - beta)
+    first = float(c.abs().max())
+    lam, active = first, _Active(E)
+    enters, left = int(descending(c.abs())[0]), -1  # the unit that enters at this kink, the one that has just left
+    while lam > _END * first:
+        if enters >= 0:
+            active.add(enters)
+        S = active.units
+        if len(S) == s:
+            break
+        d = active.solve(torch.sign(c[S]))  # beta_S grows by d when lambda falls by 1
+        a = d @ active.rows[: len(S)]  # and c falls by a
+        to_enter = torch.minimum(_positive((lam - c) / (1 - a), lam), _positive((lam + c) / (1 + a), lam))
+        to_enter[[*S, left] if left >= 0 else S] = lam
+        to_leave = _positive(-beta[S] / d, lam)
+        enters, leaves = int(descending(-to_enter, lam)[0]), int(to_leave.argmin())
+        step = min(float(to_enter[enters]), float(to_leave[leaves]))
+        lam, c = lam - step, c - step * a
+        beta[S] += step * d
+        left = -1
+        if float(to_leave[leaves]) < float(to_enter[enters]):
+            enters, left = -1, S[leaves]
+            active.drop(leaves)
+            beta[left] = 0.0
+    return active.units
+
+
+def _positive(step: Tensor, end: float) -> Tensor:
+    return torch.where((step > 0) & (step < end), step, end)
+
+
+class _Active:
+    """The units S with beta_i != 0: the rows of E that belong to them, and the Cholesky factor L of E_SS."""
+
+    def __init__(self, E: Tensor) -> None:
+        self.units: list[int] = []
+        self.rows = torch.empty_like(E)
+        self._E = E
+        self._L = torch.zeros_like(E).mT  # column-major: LAPACK takes corners of it as they are
+
+    def add(self, i: int) -> None:
+        k = len(self.units)
+        if k:
+            self._L[k, :k] = torch.linalg.solve_triangular(
+                self._L[:k, :k], self._E[self.units, i][:, None], upper=False
+            ).flatten()
+        self._L[k, k] = (self._E[i, i] - self._L[k, :k].square().sum()).sqrt()
+        self.rows[k] = self._E[i]
+        self.units.append(i)
+
+    def drop(self, k: int) -> None:
+        self.units.pop(k)
+        n = len(self.units)
+        self.rows[:n] = self._E[self.units]
+        self._L[:n, :n] = torch.linalg.cholesky(self.rows[:n, self.units])
+
+    def solve(self, x: Tensor) -> Tensor:
+        k = len(self.units)
+        return torch.cholesky_solve(x[:, None], self._L[:k, :k]).flatten()

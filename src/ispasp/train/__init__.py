@@ -1,0 +1,6 @@
+"""Training: recipes, what is minimised, the order of the data, checkpoints, and the loop on accelerate."""
+
+from ispasp.train.objective import Teacher
+from ispasp.train.recipe import AdamW, Recipe, Sgd
+
+__all__ = ["AdamW", "Recipe", "Sgd", "Teacher"]

@@ -1,0 +1,55 @@
+"""What a batch is: what the model gets of it, its labels, and how many examples it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ispasp.errors import InputError
+
+Batch = Any  # Tensor: inputs only; tuple or list: inputs, then labels; mapping: keyword arguments, with "labels"
+
+
+def inputs_of(batch: Batch) -> Any:
+    """What the model is called with: all but the labels at the end of a tuple, or the whole mapping.
+
+    >>> inputs_of(("x", "y")), inputs_of({"x": 1, "labels": 2})
+    (('x',), {'x': 1, 'labels': 2})
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return tuple(batch[:-1])
+    return batch
+
+
+def labels_of(batch: Batch) -> Any:
+    """The labels: the end of a tuple of two or more, or "labels" of a mapping; None where there are none.
+
+    >>> labels_of(("x", "y")), labels_of({"x": 1, "labels": 2}), labels_of(("x",))
+    ('y', 2, None)
+    """
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+
+
+def examples_in(batch: Batch) -> int:
+    """How many examples: the length of the first tensor.
+
+    >>> import torch
+    >>> examples_in({"ids": torch.zeros(4, 7), "labels": torch.zeros(4)})
+    4
+    """
+    for tensor in _tensors(batch):
+        if tensor.ndim:
+            return len(tensor)
+    raise InputError(f"a batch is a {type(batch).__name__} without tensors: pass batches of tensors")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

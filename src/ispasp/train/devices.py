@@ -1,0 +1,127 @@
+"""An accelerate `Accelerator` for one run, and everything as it was afterwards.
+
+accelerate is imported when a run begins: it takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ispasp.errors import InputError
+
+PRECISIONS = (None, "bf16", "fp16")
+_WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accelerate leaves on a model
+
+
+@contextmanager
+def accelerated(mixed_precision: str | None) -> Iterator[Any]:
+    """An Accelerator; the process-wide settings that come with it are taken back, so that another run may differ."""
+    state = import_module("accelerate.state")
+    before, threads = state.is_initialized(), torch.get_num_threads()
+    try:
+        yield _accelerator(mixed_precision)
+    finally:
+        torch.set_num_threads(threads)
+        if not before:
+            state.AcceleratorState._reset_state()
+
+
+def sent(batch: Any, device: torch.device) -> Any:
+    """The batch on a device."""
+    return import_module("accelerate.utils").send_to_device(batch, device)
+
+
+@contextmanager
+def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model on a device; afterwards it is back where it was, each module in its own train or eval mode."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        names = ", ".join(sorted(map(str, devices)))
+        raise InputError(f"{type(model).__name__} lies on {names}: bring all of it to one real device first")
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.to(device)
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for home in devices:
+            model.to(home)
+
+
+@contextmanager
+def wrapped(accelerator: Any, model: nn.Module) -> Iterator[nn.Module]:
+    """The model as accelerate runs it: mixed precision, and gradients averaged over processes."""
+    own = {name: vars(model)[name] for name in _WRAPPING if name in vars(model)}
+    vars(model).pop("_is_accelerate_prepared", None)
+    try:
+        yield accelerator.prepare_model(model)
+    finally:
+        for name in _WRAPPING:
+            vars(model).pop(name, None)
+        vars(model).update(own)
+
+
+@contextmanager
+def shared(accelerator: Any, loader: Any) -> Iterator[Any]:
+    """The loader, of which every process reads its part of each batch; with one process, the loader itself."""
+    if accelerator.num_processes == 1:
+        yield loader
+        return
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
+        raise InputError(
+            f"{accelerator.num_processes} processes share a {type(loader).__name__}: pass a torch DataLoader without a "
+            "DistributedSampler; each of its batches is split over the processes"
+        )
+    sampler: Any = loader.sampler
+    generator = getattr(sampler, "generator", None)
+    try:
+        part = accelerator.prepare_data_loader(loader, device_placement=False)
+    except ValueError as error:
+        raise InputError(f"the loader cannot be shared by {accelerator.num_processes} processes: {error}") from error
+    try:
+        yield part
+    finally:
+        part.end()
+        if hasattr(sampler, "generator"):
+            sampler.generator = generator  # accelerate gives one to a sampler that has none
+
+
+def _accelerator(mixed_precision: str | None) -> Any:
+    if mixed_precision not in PRECISIONS:
+        raise InputError(f"mixed_precision={mixed_precision!r}: choose None, 'bf16' or 'fp16'")
+    utils = import_module("accelerate.utils")
+    try:
+        accelerator = import_module("accelerate").Accelerator(
+            cpu=not torch.accelerator.is_available(),  # without it, accelerate takes torchrun on CPUs for one process
+            mixed_precision=mixed_precision,
+            # We weigh every batch by its examples, so accelerate must divide by nothing.
+            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=1),
+            dataloader_config=utils.DataLoaderConfiguration(split_batches=True, even_batches=False),
+            kwargs_handlers=[utils.DistributedDataParallelKwargs(find_unused_parameters=True)],
+        )
+    except ValueError as error:
+        raise InputError(f"accelerate refuses mixed_precision={mixed_precision!r}: {error}") from error
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would train in float32
+        raise InputError("mixed_precision='fp16' needs a GPU: pass 'bf16' or None")
+    _check_processes(accelerator)
+    return accelerator
+
+
+def _check_processes(accelerator: Any) -> None:
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise InputError(f"accelerate is set up for {kind}, finetune trains data-parallel: run `accelerate config`")
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if processes != accelerator.num_processes:
+        raise InputError(
+            f"torch.distributed has {processes} processes, accelerate sees {accelerator.num_processes}: start the "
+            "script with torchrun or accelerate launch"
+        )

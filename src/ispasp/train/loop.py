@@ -1,0 +1,172 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ispasp.errors import InputError
+from ispasp.report import track
+from ispasp.train import checkpoint as files
+from ispasp.train.checkpoint import Checkpoint
+from ispasp.train.devices import accelerated, placed, sent, shared, wrapped
+from ispasp.train.objective import Objective
+from ispasp.train.order import Group, Order
+from ispasp.train.randomness import STEP, left_alone, seed_everything
+from ispasp.train.recipe import Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What to do: together with the model and the loader it decides the result."""
+
+    recipe: Recipe
+    objective: Objective
+    epochs: float
+    accumulate: int
+    seed: int
+    mixed_precision: str | None
+    folder: Path | None
+    every: int
+    progress: bool
+
+    def steps(self, batches: int) -> int:
+        """How many times the parameters change, for a loader of that many batches."""
+        return max(1, round(self.epochs * -(-batches // self.accumulate)))
+
+    def settings(self, batches: int, precision: str) -> dict[str, Any]:
+        """What two runs must have in common for one to go on with the other's checkpoint."""
+        teacher = self.objective.teacher
+        return {
+            "recipe": repr(self.recipe),
+            "epochs": self.epochs,
+            "batches": batches,
+            "accumulate": self.accumulate,
+            "label_smoothing": self.objective.label_smoothing,
+            "own_loss": self.objective.loss is not None,
+            "teacher": None if teacher is None else f"temperature {teacher.temperature}, weight {teacher.weight}",
+            "mixed_precision": precision,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The loss of every step, and how many steps came from a checkpoint."""
+
+    losses: list[float]
+    resumed: int
+
+
+def train(run: Run, model: nn.Module, loader: Any) -> Trained:
+    """Train the model in place."""
+    with ExitStack() as stack:
+        stack.enter_context(left_alone())
+        accelerator = stack.enter_context(accelerated(run.mixed_precision))
+        stack.enter_context(placed(model, accelerator.device))
+        if run.objective.teacher is not None:
+            stack.enter_context(placed(run.objective.teacher.model, accelerator.device))
+            run.objective.teacher.model.eval()
+        seed_everything(run.seed)  # a sampler without a generator may be given one now
+        part = stack.enter_context(shared(accelerator, loader))
+        order = Order(part, run.accumulate, run.seed, batches=len(loader), shared=accelerator.num_processes > 1)
+        model.train()
+        optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
+        settings = run.settings(order.batches, accelerator.mixed_precision)
+        found = files.read(run.folder, settings) if run.folder is not None else None
+        accelerator.wait_for_everyone()  # the first process writes only when all have read
+        if found is not None:
+            files.restore_model(model, found.model)
+            files.restore_optimizer(optimizer, found.optimizer)
+            order.resume(found.loader)
+            if accelerator.scaler is not None:
+                accelerator.scaler.load_state_dict(dict(found.scaler))
+        whole = stack.enter_context(wrapped(accelerator, model))
+        loop = _Loop(run, accelerator, model, whole, optimizer, order, settings, list(found.losses) if found else [])
+        return loop.train(found.step if found else 0)
+
+
+@dataclass(eq=False)
+class _Loop:
+    run: Run
+    accelerator: Any
+    model: nn.Module
+    whole: nn.Module  # the model as accelerate wraps it
+    optimizer: torch.optim.Optimizer
+    order: Order
+    settings: dict[str, Any]
+    losses: list[float]
+    stepper: Any = field(init=False)  # the optimizer as accelerate wraps it
+
+    def __post_init__(self) -> None:
+        self.stepper = self.accelerator.prepare_optimizer(self.optimizer)
+        self.steps = self.run.steps(self.order.batches)
+
+    def train(self, start: int) -> Trained:
+        if start == 0:
+            self._save(0)
+        show = self.run.progress and self.accelerator.is_main_process
+        for step in track(range(start, self.steps), "fine-tuning", self.steps - start, show=show):
+            group = self.order.group(step)
+            seed_everything(self.run.seed, STEP, step, self.accelerator.process_index)
+            self.losses.append(self._step(step, group))
+            if (step + 1) % self.run.every == 0 or step + 1 == self.steps:
+                self._save(step + 1)
+        self._agree()
+        self.optimizer.zero_grad()  # gradients take as much memory as the model
+        return Trained(self.losses, start)
+
+    def _step(self, step: int, group: Group) -> float:
+        """One change of the parameters; the loss is the mean over all examples of all batches and processes."""
+        lr = self.run.recipe.lr_at(step, self.steps)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = lr
+        accelerator = self.accelerator
+        here = torch.tensor(float(sum(n for _, n in group)), device=accelerator.device)
+        examples = float(accelerator.reduce(here, "sum"))
+        total = torch.zeros((), device=accelerator.device)
+        self.stepper.zero_grad()
+        for number, (batch, count) in enumerate(group):
+            last = number + 1 == len(group)
+            with nullcontext() if last else accelerator.no_sync(self.whole):
+                loss = self.run.objective(self.whole, sent(batch, accelerator.device), accelerator.autocast)
+                if not loss.requires_grad:
+                    raise InputError("the loss does not depend on what can change: compute it from the model's output")
+                weight = count / examples
+                accelerator.backward(loss * (weight * accelerator.num_processes))  # processes are averaged
+                total += loss.detach() * weight
+        value = float(accelerator.reduce(total, "sum"))
+        if not math.isfinite(value):
+            raise InputError(
+                f"the loss is {value} at step {step}, learning rate {lr:.3g}: pass a lower lr in the recipe"
+            )
+        self.stepper.step()
+        return value
+
+    def _save(self, step: int) -> None:
+        folder, accelerator = self.run.folder, self.accelerator
+        if folder is None:
+            return
+        if accelerator.is_main_process:
+            Checkpoint(
+                step,
+                self.settings,
+                files.model_tensors(self.model),
+                files.optimizer_tensors(self.optimizer),
+                self.order.states(step),
+                self.losses,
+                accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
+            ).write(folder)
+        accelerator.wait_for_everyone()
+
+    def _agree(self) -> None:
+        """Processes see different examples, so buffers differ; those of the first count."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, 0)

@@ -1,0 +1,100 @@
+"""How to train: an optimizer and a schedule of its learning rate."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ispasp.errors import InputError
+
+# From the part of the run that is done, in [0, 1), to a factor on the learning rate.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "linear": lambda done: 1 - done,
+    "steps": lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
+    "constant": lambda done: 1.0,
+}
+
+
+class Recipe(ABC):
+    """An optimizer with its settings, and a schedule: "cosine", "linear", "steps" or "constant".
+
+    "steps" divides the learning rate by ten after half and after three quarters of the run. `warmup` is the part of the
+    run in which the learning rate first rises from near zero. Subclasses are frozen dataclasses: their text says which
+    run a checkpoint belongs to.
+    """
+
+    lr: float
+    schedule: str
+    warmup: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no optimizer can use."""
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise InputError(f"lr={self.lr}: pass a learning rate above 0")
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"schedule={self.schedule!r}: choose from {list(SCHEDULES)}")
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"warmup={self.warmup}: pass the part of the run to warm up in, at least 0 and below 1")
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """The learning rate of step 0, 1, ... of `steps`.
+
+        >>> recipe = Sgd(lr=0.1, schedule="linear")
+        >>> [round(recipe.lr_at(step, 4), 3) for step in range(4)]
+        [0.1, 0.075, 0.05, 0.025]
+        """
+        rising = round(self.warmup * steps)
+        if step < rising:
+            return self.lr * (step + 1) / (rising + 1)
+        return self.lr * SCHEDULES[self.schedule]((step - rising) / (steps - rising))
+
+    @abstractmethod
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer; all it remembers between steps must be tensors, so that a run can be resumed."""
+
+
+@dataclass(frozen=True)
+class Sgd(Recipe):
+    """SGD with momentum.
+
+    >>> Sgd(lr=0.1)
+    Sgd(lr=0.1, momentum=0.9, weight_decay=0.0001, nesterov=False, schedule='cosine', warmup=0.0)
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    nesterov: bool = False
+    schedule: str = "cosine"
+    warmup: float = 0.0
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """torch.optim.SGD."""
+        return torch.optim.SGD(
+            parameters, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
+        )
+
+
+@dataclass(frozen=True)
+class AdamW(Recipe):
+    """Adam with decoupled weight decay.
+
+    >>> AdamW()
+    AdamW(lr=5e-05, weight_decay=0.01, betas=(0.9, 0.999), schedule='linear', warmup=0.0)
+    """
+
+    lr: float = 5e-5
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: str = "linear"
+    warmup: float = 0.0
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """torch.optim.AdamW."""
+        return torch.optim.AdamW(parameters, self.lr, betas=self.betas, weight_decay=self.weight_decay)
