@@ -348,11 +348,14 @@ def iterator() -> Any:
     yield from batches()
 
 
-class Short:
-    """Says 9 batches and gives 6."""
+class Six:
+    """Gives 6 batches, and says something else."""
+
+    def __init__(self, says: int) -> None:
+        self.says = says
 
     def __len__(self) -> int:
-        return 9
+        return self.says
 
     def __iter__(self) -> Any:
         return iter(batches())
@@ -361,7 +364,8 @@ class Short:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"loader": []}, "the loader is empty"),
     ({"loader": iterator()}, "without a length: pass a DataLoader"),
-    ({"loader": Short(), "epochs": 2}, "ended after 6 batches, its length says 9"),
+    ({"loader": Six(5)}, "gave more than the 5 batches"),
+    ({"loader": Six(9), "epochs": 2}, "ended after 6 batches, its length says 9"),
     ({"loader": [x for x, _ in batches()]}, "has no labels: yield \\(inputs, labels\\)"),
     ({"loader": [(x,) for x, _ in batches()]}, "or pass loss="),
     ({"loader": [("text", "label")], "loss": lambda o, b: o}, "without tensors"),

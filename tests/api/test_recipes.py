@@ -34,7 +34,9 @@ def build(model: str) -> nn.Module:
 @pytest.fixture(scope="module")
 def surveys() -> Mapping[str, ispasp.Survey]:
     image = torch.zeros(1, 3, 224, 224)
-    return {name: ispasp.survey(build(name), image) for name in {recipe.model for recipe in recipes.values()}}
+    return {
+        name: ispasp.survey(build(name), image, check=False) for name in {recipe.model for recipe in recipes.values()}
+    }
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from ispasp.api.job import Job
 from ispasp.api.oneshot import collect

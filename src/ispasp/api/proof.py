@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +42,8 @@ class Proof:
 
     def compare(self, model: nn.Module) -> tuple[float, float, dict[str, float]]:
         """Relative error of the pruned module's output, its limit, and the certificate of each hidden dimension."""
-        paths = {number: owner(sorted(r.contraction.parameters)[0]) for number, r in self._readers().items()}
-        with _watching(model, set(paths.values())) as seen:
+        paths = {r.number: owner(sorted(r.contraction.parameters)[0]) for r in self._job.readers}
+        with _watching(model, {p for p in paths.values() if _is_one_product(model.get_submodule(p))}) as seen:
             found = output_of(model, self._example)
         error, limit = relative_error(found, self._expected), tolerance(self._expected)
         calls: dict[str, int] = {}
@@ -56,9 +56,6 @@ class Proof:
         readers_of = self._job.readers_of
         return error, limit, {name: max(errors[r.number] for r in readers_of[name]) for name in readers_of}
 
-    def _readers(self) -> Mapping[int, Any]:
-        return {reader.number: reader for reader in self._job.readers}
-
     def _kept_outputs(self, number: int, y: Tensor) -> Tensor:
         """The outputs that stay, where outputs are units themselves."""
         analysis = self._job.survey.analysis
@@ -68,6 +65,11 @@ class Proof:
             return y
         mask = kept_mask(analysis.extent(contraction.made[0]), self._job.kept)
         return y.index_select(channel, torch.nonzero(mask).flatten().to(y.device))
+
+
+def _is_one_product(module: nn.Module) -> bool:
+    """Whether a module's output is the product with its weight: a linear layer or a convolution."""
+    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
 
 
 def _difference(found: Any, expected: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,15 +22,20 @@ from ispasp.api.survey import KINDS, Survey, survey
 from ispasp.api.widths import Widths, check_round, prunable, widths
 from ispasp.budget import Budget
 from ispasp.calibrate.batches import InputOf, first_examples, prepared
+from ispasp.calibrate.circuit import Edits
+from ispasp.calibrate.forms import ALWAYS
+from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.team import Team, team
 from ispasp.calibrate.traces import Circuits
 from ispasp.compensate.solve import RIDGE
 from ispasp.errors import InputError, SurgeryError, TraceError
-from ispasp.graph.trace import Batch, evaluating
+from ispasp.graph.trace import Batch, evaluating, run
 from ispasp.integrations.offload import materialised
 from ispasp.select import Selector, selector
 from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
 from ispasp.types import Selection
+from ispasp.types.dimension import FrozenAxis
+from ispasp.types.layout import kept_mask
 from ispasp.types.plan import Plan, TensorLayout
 
 Order = Literal["sequential", "oneshot"]
@@ -89,7 +94,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
       method       a name from `ispasp.methods()` or a selector such as `ispasp.ISpaSP(iterations=20)`
       compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
                    units, None leaves weights alone
-      order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all from the dense net
+      order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense net
       kinds, scope which hidden dimensions, as in `ispasp.survey`; skip: globs of those that stay whole
       round_to     widths become multiples of this, e.g. 8
       recalibrate  estimate BatchNorm statistics anew from the batches afterwards
@@ -107,7 +112,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     chosen = Options(keep, **options)  # wrong options are told before a large model is copied
-    return _prune_(copy.deepcopy(model), batches, chosen)
+    return _prune_(_copied(model), batches, chosen)
 
 
 def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
@@ -122,6 +127,12 @@ def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     return _prune_(model, batches, Options(keep, **options))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    # torch refuses to copy tensors that were computed, such as the weight that an old-style weight_norm leaves behind.
+    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
 
 
 def _prune_(model: nn.Module, batches: Iterable[Any], options: Options) -> Result:
@@ -148,13 +159,15 @@ class _Run:
             self._batches = _Batches(model, batches, options)
             self._survey, self._example = _surveyed(model, self._batches.first, options)
         self._circuits = Circuits(model, self._survey.analysis, self._example)
+        self._unread = self._without_normal_form()
 
     def result(self) -> Result:
         """Decide, then act."""
         options = self._options
         chosen = self._widths()
-        job = self._job(chosen.counts)
-        decided = {name: Selection(kept) for name, kept in chosen.given.items() if name in chosen.counts}
+        frozen = [FrozenAxis(name, why) for name, why in self._unread.items() if name in chosen.counts]
+        job = self._job({name: n for name, n in chosen.counts.items() if name not in self._unread})
+        decided = {name: Selection(kept) for name, kept in chosen.given.items() if name in job.counts}
         self._decide(job, decided)
         self._share(job)
         plan = self._plan(job)
@@ -166,7 +179,23 @@ class _Run:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
         cost = self._survey.cost(plan)
         layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
-        return Result(self._model, plan, layers, cost, self._survey.frozen, verified, options.described())
+        rows = (*self._survey.frozen, *frozen)
+        return Result(self._model, plan, layers, cost, rows, verified, options.described())
+
+    def _without_normal_form(self) -> dict[str, str]:
+        """Hidden dimensions that are read in a way calibration does not understand, with the reason."""
+        job = self._job({d.name: d.units for d in self._survey.dimensions})
+        passage = Passage(self._circuits.of(self._example), self._example, job.tensors, Edits())
+        found: dict[str, str] = {}
+        for reader in job.readers:
+            if str(reader.contraction.node.target) not in ALWAYS:
+                passage.advance(passage.circuit.contractions[reader.number])
+                if not reader.forms(passage.arguments(reader.number)):
+                    why = (
+                        f"{reader.path} reads it by {reader.contraction.node.target} in a way calibration cannot follow"
+                    )
+                    found.update(dict.fromkeys(reader.names, why))
+        return found
 
     def _job(self, counts: Mapping[str, int]) -> Job:
         o = self._options
@@ -188,7 +217,7 @@ class _Run:
         o = self._options
         if not isinstance(o.keep, Budget):
             return widths(self._survey, o.keep, o.skip, o.round_to)
-        names = [d.name for d in prunable(self._survey, o.skip)]
+        names = [d.name for d in prunable(self._survey, o.skip) if d.name not in self._unread]
         job = self._job({d.name: d.units for d in self._survey.dimensions if d.name in names})
         return Widths(budget_widths(job, self._batches.again(), o.keep, o.round_to), {})
 
@@ -295,8 +324,6 @@ class _Batches:
 
 
 def _try(model: nn.Module, batch: Batch) -> None:
-    from ispasp.graph.trace import run
-
     small = first_examples(batch)
     run(model, batch if small is None else small)
 
@@ -321,15 +348,12 @@ def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.
     for path, number in job.gained.items():
         bias = model.get_submodule(path).bias
         layout = plan.structure.tensors[f"{path}.bias"]
-        kept = Plan(plan.kept, plan.structure)
-        small = _kept_part(job.edits.biases[number], layout, kept)
+        small = _kept_part(job.edits.biases[number], layout, plan)
         assert isinstance(bias, torch.Tensor)  # noqa: S101  # surgery has just put it there
         bias.data = small.to(bias)
 
 
 def _kept_part(value: torch.Tensor, layout: TensorLayout, plan: Plan) -> torch.Tensor:
-    from ispasp.types.layout import kept_mask
-
     for axis, extent in layout.axes.items():
         value = value.index_select(axis, torch.nonzero(kept_mask(extent, plan.kept)).flatten().to(value.device))
     return value

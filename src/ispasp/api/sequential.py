@@ -129,7 +129,7 @@ def _squared(x: Tensor) -> float:
 
 
 def _without_bias(y: Tensor, arguments: Arguments, channel: int | None) -> Tensor:
-    bias = arguments.get("bias")
+    bias: Tensor | None = arguments.get("bias")
     if bias is None or channel is None or bias.ndim != 1:
         return y
     shape = [1] * y.ndim

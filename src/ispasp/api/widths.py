@@ -57,10 +57,10 @@ def widths(survey: Survey, keep: Any, skip: Collection[str] = (), round_to: int 
     counts: dict[str, int] = {}
     given: dict[str, tuple[int, ...]] = {}
     for dimension in chosen:
-        pattern = next((p for p in rules if _fits(dimension.name, p)), None)
-        if pattern is None:
+        fitting = [p for p in rules if _fits(dimension.name, p)]
+        if not fitting:
             continue
-        wanted = rules[pattern]
+        wanted = rules[fitting[0]]
         if isinstance(wanted, Sequence) and not isinstance(wanted, str):
             given[dimension.name] = tuple(sorted(wanted))
             count = len(wanted)

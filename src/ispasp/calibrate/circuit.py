@@ -134,7 +134,7 @@ def copied(values: Values) -> Values:
             return value
         storage = value.untyped_storage()
         if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = storage.clone()
+            storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
         return empty.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
 

@@ -37,6 +37,11 @@ class Form:
     output: Callable[[Tensor], Tensor] = field(default=lambda y: y)  # the op's output in the consumer's layout
 
 
+# Ops that have a normal form whatever their arguments.
+ALWAYS = frozenset(
+    {"aten.linear.default", *(f"aten.conv{n}d.{how}" for n in (1, 2, 3) for how in ("default", "padding"))}
+)
+
 Maker = Callable[[Arguments, str], Sequence[Form]]
 FORMS: dict[Any, Maker] = {}
 

@@ -13,7 +13,12 @@ from ispasp.calibrate.forms import Arguments, named_arguments
 from ispasp.graph.trace import Batch
 
 aten = torch.ops.aten
-_SLICED = {aten.linear.default: -1, aten.conv1d.default: 1, aten.conv2d.default: 1, aten.conv3d.default: 1}
+_SLICED: dict[Any, int] = {
+    aten.linear.default: -1,
+    aten.conv1d.default: 1,
+    aten.conv2d.default: 1,
+    aten.conv3d.default: 1,
+}
 
 
 class Passage:

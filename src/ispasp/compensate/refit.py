@@ -125,7 +125,7 @@ def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, 
     H = H.index_select(1, kept.to(H.device))
     rows = max(1, _ENTRIES // max(1, _matrix(small).shape[-1] * math.prod(T.shape[2:]) * _matrix(small).shape[0]))
     total = None
-    for h, t in zip(H.split(rows), T.split(rows), strict=True):
+    for h, t in zip(torch.split(H, rows), torch.split(T, rows), strict=True):
         part = sums_of(patches(small, h), _target(t, small))
         total = part if total is None else total + part
     assert total is not None  # noqa: S101  # a batch holds at least one example
@@ -145,7 +145,7 @@ def _with_skip(T: Tensor, passage: Passage, number: int) -> Tensor:
     tail = passage.circuit.tails[number]
     if tail.other is None:
         return T
-    lost = passage.value(tail.other, dense=True) - passage.value(tail.other)
+    lost: Tensor = passage.value(tail.other, dense=True) - passage.value(tail.other)
     factor = scale(tail, passage.fixed)
     if factor is not None:
         shape = [1] * lost.ndim

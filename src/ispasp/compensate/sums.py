@@ -54,9 +54,12 @@ def sums_of(X: Tensor, T: Tensor) -> Sums:
     total.n.fill_(N)
     for start in range(0, N, _COLUMNS):
         A, B = X[..., start : start + _COLUMNS], T[..., start : start + _COLUMNS]
-        total.x.add_(A.sum(-1))
-        total.t.add_(B.sum(-1))
-        total.xx.add_(A @ A.mT)
-        total.tx.add_(B @ A.mT)
-        total.tt.add_(B.square().sum(-1))
+        n, a, b = A.shape[-1], A.mean(-1), B.mean(-1)
+        A, B = A - a[..., None], B - b[..., None]  # products of deviations: means may be much larger
+        a, b = a.double(), b.double()
+        total.x.add_(n * a)
+        total.t.add_(n * b)
+        total.xx.add_(A @ A.mT).add_(n * a[..., :, None] * a[..., None, :])
+        total.tx.add_(B @ A.mT).add_(n * b[..., :, None] * a[..., None, :])
+        total.tt.add_(B.square().sum(-1)).add_(n * b.square())
     return total

@@ -32,7 +32,8 @@ class Tail:
 def tail(node: fx.Node, channel: int, sources: Mapping[str, Source]) -> Tail:
     """Follow the output of a layer whose output channels are on dimension `channel`."""
     rank = len(node.meta["val"].shape)
-    norm, factors, at = None, [], node
+    norm, at = None, node
+    factors: list[fx.Node] = []
     while len(at.users) == 1:
         (user,) = at.users
         if user.target is aten.batch_norm.default and norm is None and not factors and channel % rank == 1:
@@ -82,7 +83,7 @@ def scale(found: Tail, value_of: Mapping[fx.Node, Tensor]) -> Tensor | None:
     if found.norm is not None:
         gamma, _, _, var = found.norm.args[1:5]
         eps = found.norm.args[7]
-        total = torch.rsqrt(value_of[var].double() + eps)  # type: ignore[index, operator]
+        total = torch.rsqrt(value_of[var].double() + eps)  # type: ignore[index, operator, arg-type]
         if gamma is not None:
             total = total * value_of[gamma].double()  # type: ignore[index]
     for factor in found.factors:

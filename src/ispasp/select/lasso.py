@@ -16,6 +16,8 @@ from ispasp.types import Selection, Statistics, units_to_keep
 _RIDGE = 1e-10  # relative to each diagonal entry: units that depend on others may enter without failing
 _END = 1e-8  # lambda below this part of the first is zero: the ridge would decide who enters
 
+_STEPS = 20  # per unit: far more than a path has, unless rounding lets a unit come and go for ever
+
 
 @dataclass(frozen=True)
 class Lasso(Selector):
@@ -31,7 +33,8 @@ class Lasso(Selector):
     Where we leave the paper: it solves for one lambda after the other and raises it until few enough are left. The
     solution is piecewise linear in lambda (Efron, Hastie, Johnstone, Tibshirani 2004, Least angle regression), so we
     walk from one kink to the next: exact, with no step to choose and no tolerance. Its refit of the weights is
-    compensation's matter, and so are the factors beta: only which of them are zero is used.
+    compensation's matter, and so are the factors beta: only which of them are zero is used. Contributions keep their
+    size (the paper gives weights norm one): a penalty on factors lets units in first that contribute much.
 
     >>> from ispasp.calibrate import measure
     >>> from ispasp.types import LinearConsumer
@@ -72,7 +75,9 @@ def lasso_path(E: Tensor, s: int) -> list[int]:
     first = float(c.abs().max())
     lam, active = first, _Active(E)
     enters, left = int(descending(c.abs())[0]), -1  # the unit that enters at this kink, the one that has just left
-    while lam > _END * first:
+    for _ in range(_STEPS * len(E)):
+        if lam <= _END * first:
+            break
         if enters >= 0:
             active.add(enters)
         S = active.units
@@ -111,18 +116,22 @@ class _Active:
     def add(self, i: int) -> None:
         k = len(self.units)
         if k:
-            self._L[k, :k] = torch.linalg.solve_triangular(
-                self._L[:k, :k], self._E[self.units, i][:, None], upper=False
-            ).flatten()
-        self._L[k, k] = (self._E[i, i] - self._L[k, :k].square().sum()).sqrt()
+            right = self.rows[:k, i].unsqueeze(1)
+            self._L[k, :k] = torch.linalg.solve_triangular(self._L[:k, :k], right, upper=False).flatten()
+        own = self._E[i, i]
+        pivot = torch.maximum(own - self._L[k, :k].square().sum(), _RIDGE * own)  # smaller: E is not exact to the ridge
+        self._L[k, k] = pivot.sqrt()
         self.rows[k] = self._E[i]
         self.units.append(i)
 
     def drop(self, k: int) -> None:
-        self.units.pop(k)
         n = len(self.units)
-        self.rows[:n] = self._E[self.units]
-        self._L[:n, :n] = torch.linalg.cholesky(self.rows[:n, self.units])
+        left, column, corner = (self._L[k + 1 : n, part] for part in (slice(k), slice(k, k + 1), slice(k + 1, n)))
+        corner = torch.linalg.cholesky(corner @ corner.mT + column @ column.mT)
+        self._L[k : n - 1, :k] = left.clone()
+        self._L[k : n - 1, k : n - 1] = corner
+        self.rows[k : n - 1] = self.rows[k + 1 : n].clone()
+        self.units.pop(k)
 
     def solve(self, x: Tensor) -> Tensor:
         k = len(self.units)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -51,7 +53,7 @@ class OBS(Selector):
 
     def __post_init__(self) -> None:
         """Refuse a ridge that makes nothing invertible."""
-        if not isinstance(self.ridge, (int, float)) or not 0 < self.ridge < math.inf:
+        if not isinstance(self.ridge, Real) or isinstance(self.ridge, bool) or not 0 < self.ridge < math.inf:
             raise InputError(f"ridge={self.ridge!r}: pass a number > 0, a part of the mean of the Gram's diagonal")
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
@@ -63,24 +65,35 @@ class OBS(Selector):
         >>> OBS().select(Statistics(3, (r,)), keep=2).kept   # unit 1 can stand in for unit 0
         (1, 2)
         """
-        n, s = statistics.units, units_to_keep(keep, statistics.units)
+        s = units_to_keep(keep, statistics.units)
         evidence = Evidence(statistics)
         dense = float(evidence.energy(self.name).diagonal().sum())
-        regressions = _regressions(statistics, self.ridge)
-        read_by: list[list[int]] = [[] for _ in range(n)]
-        for number, regression in enumerate(regressions):
-            for unit in regression.units.tolist():
-                read_by[unit].append(number)
-        increase = torch.stack([regression.increase(n) for regression in regressions])  # (regressions, n)
-        stays = torch.ones(n, dtype=torch.bool, device=increase.device)
-        for _ in range(n - s):
-            order = descending(increase.sum(0), dense)
-            u = int(order[stays[order]][-1])
-            stays[u] = False
-            for number in read_by[u]:
-                regressions[number].remove(u)
-                increase[number] = regressions[number].increase(n)
+        try:
+            stays = _eliminate(_regressions(statistics, self.ridge), statistics.units, s, dense)
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in its __all__
+            raise InputError(
+                f"a Gram matrix is not positive definite with ridge={self.ridge}: take it in float64, or pass a "
+                "larger ridge such as OBS(ridge=1e-3)"
+            ) from error
         return evidence.selection([torch.nonzero(stays).flatten().tolist()], converged=True)
+
+
+def _eliminate(regressions: Sequence[_Regression], n: int, s: int, dense: float) -> Tensor:
+    """Backward elimination down to s of n units, as a mask (n,); increases below rounding of `dense` are equal."""
+    read_by: list[list[int]] = [[] for _ in range(n)]
+    for number, regression in enumerate(regressions):
+        for unit in regression.units.tolist():
+            read_by[unit].append(number)
+    increase = torch.stack([regression.increase(n) for regression in regressions])  # (regressions, n)
+    stays = torch.ones(n, dtype=torch.bool, device=increase.device)
+    for _ in range(n - s):
+        order = descending(increase.sum(0), dense)
+        u = int(order[stays[order]][-1])
+        stays[u] = False
+        for number in read_by[u]:
+            regressions[number].remove(u)
+            increase[number] = regressions[number].increase(n)
+    return stays
 
 
 class _Regression:
@@ -106,9 +119,8 @@ class _Regression:
         self.W = G.new_zeros(n * b, len(W))  # transposed: the columns of a unit are rows that lie together
         self.W[where] = W.T[order]
         self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(padded))
-        self.blocks = (
-            self.inverse.reshape(n, b, n, b).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-        )  # (n, b, b)
+        blocks = self.inverse.reshape(n, b, n, b).diagonal(dim1=0, dim2=2)  # (b, b, n)
+        self.blocks = blocks.permute(2, 0, 1).contiguous()
         self.F = G.new_empty(n * b, n * b)  # transposed, one row per column removed
         self.removed = 0
 

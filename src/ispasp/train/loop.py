@@ -102,10 +102,11 @@ class _Loop:
     order: Order
     settings: dict[str, Any]
     losses: list[float]
-    stepper: Any = field(init=False)  # the optimizer as accelerate wraps it
+    stepper: Any = field(init=False)  # the optimizer, for fp16 as accelerate wraps it
 
     def __post_init__(self) -> None:
-        self.stepper = self.accelerator.prepare_optimizer(self.optimizer)
+        scaled = self.accelerator.scaler is not None
+        self.stepper = self.accelerator.prepare_optimizer(self.optimizer) if scaled else self.optimizer
         self.steps = self.run.steps(self.order.batches)
 
     def train(self, start: int) -> Trained:
