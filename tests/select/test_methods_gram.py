@@ -149,39 +149,39 @@ def tangled(seed: int, kind: str, units: int = 12) -> tuple[Consumer, Tensor]:
     return A, (H + 0.3 * torch.randn(H.shape, generator=g, dtype=torch.float64)).relu()
 
 
+def pieces(X: np.ndarray) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """scikit-learn's path for y = X 1: penalty and support in the middle of every piece between two kinks."""
+    alphas, _, path = lars_path(X, X.sum(1), method="lasso")
+    middles = (path[:, :-1] + path[:, 1:]) / 2
+    return (alphas[:-1] + alphas[1:]) / 2, [tuple(np.flatnonzero(beta).tolist()) for beta in middles.T]
+
+
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 @pytest.mark.parametrize("seed", range(5))
 def test_lasso_has_the_support_that_scikit_learn_finds(kind: str, seed: int) -> None:
     A, H = tangled(seed, kind)
     X = dictionary(A, H, 12)
-    y = X.sum(1)
-    alphas, _, path = lars_path(X, y, method="lasso")
-    counts = (path != 0).sum(0)
+    alphas, supports = pieces(X)
     for s in range(1, 12):
-        kept = select_units(A, H, s, "lasso").kept
-        at = int(
-            np.flatnonzero(counts >= s)[0]
-        )  # all of them are non-zero at the end of the piece where the last enters
-        assert tuple(np.flatnonzero(path[:, at])) == kept
-        middle = (alphas[at - 1] + alphas[at]) / 2
+        alpha, support = next((a, S) for a, S in zip(alphas, supports, strict=True) if len(S) == s)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tolerances: the support is what counts
-            by_descent = SklearnLasso(middle, fit_intercept=False, tol=1e-12, max_iter=200_000).fit(X, y)
+            by_descent = SklearnLasso(alpha, fit_intercept=False, tol=1e-12, max_iter=200_000).fit(X, X.sum(1))
+        kept = select_units(A, H, s, "lasso").kept
+        assert support == kept
         assert tuple(np.flatnonzero(by_descent.coef_)) == kept
 
 
-def test_lasso_lets_a_unit_go_again() -> None:
-    """On the way units leave as others enter, so larger sets need not contain smaller ones."""
-    left = 0
-    for seed in range(3):
-        A, H = tangled(seed, "linear", units=30)
-        sets = [set(select_units(A, H, s, "lasso").kept) for s in range(1, 30)]
-        left += sum(not a <= b for a, b in pairwise(sets))
-        _, _, path = lars_path(dictionary(A, H, 30), dictionary(A, H, 30).sum(1), method="lasso")
-        counts = (path != 0).sum(0)
-        for s in (5, 15, 25):
-            assert set(np.flatnonzero(path[:, int(np.flatnonzero(counts >= s)[0])])) == sets[s - 1]
-    assert left > 0
+@pytest.mark.parametrize(("seed", "outputs"), [(0, 3), (1, 1), (2, 1)])
+def test_lasso_lets_units_go_again(seed: int, outputs: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    H = torch.randn(60, 6, generator=g, dtype=torch.float64) @ torch.randn(6, 30, generator=g, dtype=torch.float64)
+    H = H + 0.05 * torch.randn(60, 30, generator=g, dtype=torch.float64)
+    A = LinearConsumer(torch.randn(outputs, 30, generator=g, dtype=torch.float64))
+    _, supports = pieces(dictionary(A, H, 30))
+    assert any(not set(a) <= set(b) for a, b in pairwise(supports))  # else this shows nothing
+    for s in range(1, 31):
+        assert select_units(A, H, s, "lasso").kept == next(S for S in supports if len(S) == s)
 
 
 def test_lasso_fills_up_with_energy_when_the_penalty_is_gone() -> None:

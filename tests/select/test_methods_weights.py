@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from ispasp import InputError
 from ispasp.select import FPGM, L1, L2, Selector, Slimming, Taylor, select_units, selector
+from ispasp.select.fpgm import _summed_distances
 from ispasp.types import LinearConsumer, Producer, Reading, Selection, Sensitivity, Statistics
 
 A = LinearConsumer(torch.eye(4))
@@ -68,6 +70,13 @@ def test_fpgm_takes_equal_filters_for_equal() -> None:
     made = Producer(W[[0, 1, 2, 1, 1]] + 0.0)  # units 1, 3 and 4 are one filter
     assert FPGM().select(statistics(made, units=5), 2).kept == (0, 2)
     assert FPGM().select(statistics(made, units=5), 3).kept == (0, 1, 2)
+
+
+@pytest.mark.parametrize("shared", [0.0, 1e6])
+def test_fpgm_distances_have_all_their_digits(shared: float) -> None:
+    W = shared + torch.randn(6, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = torch.stack([(W - row).norm(dim=1).sum() for row in W])
+    assert_close(_summed_distances(W), exact, rtol=1e-12, atol=0)
 
 
 def test_fpgm_of_many_units_is_summed_in_parts() -> None:

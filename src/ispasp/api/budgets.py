@@ -1,22 +1,51 @@
-"""Widths for a budget: error curves from one pass, then the best allocation."""
+"""Error curves of every hidden dimension from one pass, and the widths that a budget allows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from ispasp.api.job import Job
-from ispasp.api.oneshot import collect
-from ispasp.budget import Budget, allocate, error_curve
+from ispasp.api.oneshot import collect, stops
+from ispasp.budget import Budget, Curve, allocate, error_curve
+from ispasp.budget.sample import sampled_energy
+from ispasp.calibrate.readers import products
+from ispasp.graph.tails import scale
 from ispasp.graph.trace import Batch
 
 
-def budget_widths(job: Job, batches: Iterable[Batch], budget: Budget, round_to: int | None) -> dict[str, int]:
-    """How many units each hidden dimension keeps, dimensions that lose nothing left out."""
-    needs = set(job.selector.needs) - {"producers"}
-    found = collect(job, batches, needs | {"gram"})
-    curves = {name: error_curve(job.selector, job.team.sum(statistics)) for name, statistics in found.items()}
+def error_curves(job: Job, batches: Iterable[Batch], first: Batch) -> dict[str, Curve]:
+    """Predicted error against kept units, without compensation, for every hidden dimension of the job.
+
+    What the selector would choose at each width comes from the statistics of all batches, what that choice loses from
+    a sample of positions of the first one.
+    """
+    energies = job.team.sum_tensors(_energies(job, first))
+    found = collect(job, batches, job.data_needs)
+    curves = {}
+    for name, statistics in found.items():
+        E = energies[name]
+        curves[name] = error_curve(job.selector, job.team.sum(statistics), energy=E)
+    return curves
+
+
+def _energies(job: Job, batch: Batch) -> dict[str, Tensor]:
+    with job.team.together("the error curves"):
+        found: dict[str, Tensor] = {}
+        for reader, passage in stops(job, batch):
+            arguments = passage.arguments(reader.number)
+            factor = scale(passage.circuit.tails[reader.number], passage.fixed)
+            for H, consumers in products(reader, sorted(reader.names), arguments, factor):
+                for name, consumer in consumers.items():
+                    E = sampled_energy(consumer, H, job.units[name])
+                    found[name] = found[name] + E if name in found else E
+    return found
+
+
+def budget_widths(job: Job, curves: Mapping[str, Curve], budget: Budget, round_to: int | None = None) -> dict[str, int]:
+    """How many units each hidden dimension keeps; dimensions that lose nothing are left out."""
     limit = budget.limit(job.survey.cost())
     counts = allocate(curves, lambda w: budget.count(job.survey.costs, w), limit, round_to=round_to)
     shared = job.team.same({name: torch.tensor(count) for name, count in counts.items()})

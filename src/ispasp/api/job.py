@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ispasp.api.survey import Survey
 from ispasp.calibrate.circuit import Edits, named_tensors
+from ispasp.calibrate.gradients import Loss
+from ispasp.calibrate.measure import STATISTICS
 from ispasp.calibrate.producers import producers
 from ispasp.calibrate.readers import Reader, readers
 from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
 from ispasp.compensate.refit import Refit
 from ispasp.compensate.sums import Sums
+from ispasp.graph.trace import Batch
 from ispasp.select import Selector
 from ispasp.types import Producer, Selection, Statistics
 
 Compensate = Literal["local", "dense"] | None
-Loss = Callable[[Any, Any], Tensor]
+Pairs = Callable[[], Iterable[tuple[Batch, Any]]]  # what the model gets, and the batch it was taken from
 
 
 @dataclass(eq=False)
@@ -39,6 +42,7 @@ class Job:
     ridge: float = 0.0
     memory: int | None = None
     loss: Loss | None = None
+    pairs: Pairs = tuple
     progress: bool = False
     selections: dict[str, Selection] = field(default_factory=dict)
     refits: dict[int, Refit] = field(default_factory=dict)  # contraction -> what happened there
@@ -51,6 +55,11 @@ class Job:
         self.readers: list[Reader] = readers(self.survey.analysis, self.counts)
         self.readers_of = {name: [r for r in self.readers if name in r.names] for name in self.counts}
         self.tensors = named_tensors(self.model)
+
+    @property
+    def data_needs(self) -> set[str]:
+        """Statistics that calibration has to take of activations for the selector."""
+        return set(self.selector.needs) & set(STATISTICS)
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:

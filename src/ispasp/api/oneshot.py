@@ -24,7 +24,7 @@ def collect(job: Job, batches: Iterable[Batch], needs: Collection[str]) -> dict[
     readings: dict[str, dict[int, tuple[Reading, ...]]] = {name: {} for name in job.counts}
     with job.team.together("the calibration"):
         for number, batch in enumerate(track(batches, "calibrating", show=job.progress)):
-            for reader, passage in _stops(job, batch):
+            for reader, passage in stops(job, batch):
                 for name, rows in _read(reader, passage, needs, number).items():
                     known = readings[name].get(reader.number)
                     both = rows if known is None else tuple(a + b for a, b in zip(known, rows, strict=True))
@@ -39,7 +39,7 @@ def collect(job: Job, batches: Iterable[Batch], needs: Collection[str]) -> dict[
     }
 
 
-def _stops(job: Job, batch: Batch) -> Iterator[tuple[Reader, Passage]]:
+def stops(job: Job, batch: Batch) -> Iterator[tuple[Reader, Passage]]:
     """A batch in front of one reader after the other, in the dense network."""
     passage = Passage(job.circuits.of(batch), batch, job.tensors, Edits())
     for reader in job.readers:
@@ -62,7 +62,7 @@ def compensate_locally(job: Job, batches: Iterable[Batch]) -> None:
     slots = {}
     with job.team.together("the compensation"):
         for batch in track(batches, "compensating", show=job.progress):
-            for reader, passage in _stops(job, batch):
+            for reader, passage in stops(job, batch):
                 number = reader.number
                 if number not in slots:
                     slots[number] = slot(reader, passage.circuit, job.model, job.tensors)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,19 +10,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ispasp.api.budgets import budget_widths
-from ispasp.api.job import Compensate, Job, Loss
+from ispasp.api.between import pruned_between
+from ispasp.api.budgets import budget_widths, error_curves
+from ispasp.api.copying import copied
+from ispasp.api.job import Compensate, Job
 from ispasp.api.oneshot import collect, compensate_locally
 from ispasp.api.proof import Proof
 from ispasp.api.recalibrate import recalibrate_
 from ispasp.api.result import Layer, Result
 from ispasp.api.sequential import sequential
 from ispasp.api.survey import KINDS, Survey, survey
+from ispasp.api.task import check_loss, with_sensitivities, with_task
 from ispasp.api.widths import Widths, check_round, prunable, widths
-from ispasp.budget import Budget
+from ispasp.budget import Budget, Curve
 from ispasp.calibrate.batches import InputOf, first_examples, prepared
 from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.forms import ALWAYS
+from ispasp.calibrate.gradients import Loss
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.team import Team, team
 from ispasp.calibrate.traces import Circuits
@@ -55,6 +58,8 @@ class Options:
     round_to: int | None = None
     input_of: InputOf | None = None
     recalibrate: bool = False
+    finetune_between: Callable[[nn.Module], Any] | None = None
+    curves: bool = False
     loss: Loss | None = None
     memory: int | None = None
     ridge: float = RIDGE
@@ -98,7 +103,9 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
       kinds, scope which hidden dimensions, as in `ispasp.survey`; skip: globs of those that stay whole
       round_to     widths become multiples of this, e.g. 8
       recalibrate  estimate BatchNorm statistics anew from the batches afterwards
-      loss         loss(output, batch) for methods that need gradients
+      finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
+      loss         loss(output, batch), a mean over the batch, for methods that look at the task
+      curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
       memory       bytes that waiting activations may take; beyond, batches are run again for every layer
       ridge        of compensation, relative to the mean variance of the inputs
       timeout      seconds that a machine waits for the others (torch.distributed)
@@ -112,7 +119,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     chosen = Options(keep, **options)  # wrong options are told before a large model is copied
-    return _prune_(_copied(model), batches, chosen)
+    return _prune_(copied(model), batches, chosen)
 
 
 def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
@@ -129,13 +136,9 @@ def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options:
     return _prune_(model, batches, Options(keep, **options))
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    # torch refuses to copy tensors that were computed, such as the weight that an old-style weight_norm leaves behind.
-    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
-    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
-
-
 def _prune_(model: nn.Module, batches: Iterable[Any], options: Options) -> Result:
+    if options.finetune_between is not None:
+        return pruned_between(model, batches, options, _prune_)
     with materialised(model), _rng_restored(), evaluating(model), team(options.timeout) as ranks:
         return _Run(model, batches, options, ranks).result()
 
@@ -155,6 +158,8 @@ class _Run:
         self._options = options
         self._team = ranks
         self._selector = selector(options.method)
+        self._curves: dict[str, Curve] = {}
+        check_loss(self._selector, options.loss)
         with ranks.together("the survey"):
             self._batches = _Batches(model, batches, options)
             self._survey, self._example = _surveyed(model, self._batches.first, options)
@@ -167,6 +172,8 @@ class _Run:
         chosen = self._widths()
         frozen = [FrozenAxis(name, why) for name, why in self._unread.items() if name in chosen.counts]
         job = self._job({name: n for name, n in chosen.counts.items() if name not in self._unread})
+        if options.curves and not self._curves:
+            self._curves = error_curves(job, [self._batches.first], self._batches.first)
         decided = {name: Selection(kept) for name, kept in chosen.given.items() if name in job.counts}
         self._decide(job, decided)
         self._share(job)
@@ -179,8 +186,9 @@ class _Run:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
         cost = self._survey.cost(plan)
         layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
+        curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
         rows = (*self._survey.frozen, *frozen)
-        return Result(self._model, plan, layers, cost, rows, verified, options.described())
+        return Result(self._model, plan, layers, cost, rows, verified, options.described(), curves)
 
     def _without_normal_form(self) -> dict[str, str]:
         """Hidden dimensions that are read in a way calibration does not understand, with the reason."""
@@ -210,6 +218,7 @@ class _Run:
             o.ridge,
             o.memory,
             o.loss,
+            self._batches.pairs,
             o.progress,
         )
 
@@ -219,7 +228,8 @@ class _Run:
             return widths(self._survey, o.keep, o.skip, o.round_to)
         names = [d.name for d in prunable(self._survey, o.skip) if d.name not in self._unread]
         job = self._job({d.name: d.units for d in self._survey.dimensions if d.name in names})
-        return Widths(budget_widths(job, self._batches.again(), o.keep, o.round_to), {})
+        self._curves = error_curves(job, self._batches.again(), self._batches.first)
+        return Widths(budget_widths(job, self._curves, o.keep, o.round_to), {})
 
     def _decide(self, job: Job, decided: dict[str, Selection]) -> None:
         if self._options.order == "sequential":
@@ -227,9 +237,10 @@ class _Run:
             return
         rest = {name for name in job.counts if name not in decided}
         if rest:
-            needs = set(self._selector.needs) - {"producers"}
-            found = collect(job, self._batches.again(), needs)
-            decided = {**decided, **{name: job.select(name, found[name]) for name in job.counts if name in rest}}
+            found = collect(job, self._batches.again(), job.data_needs)
+            found = with_sensitivities(job, found, Edits())
+            whole = {name: with_task(job, name, found[name], Edits()) for name in job.counts if name in rest}
+            decided = {**decided, **{name: job.select(name, statistics) for name, statistics in whole.items()}}
         if job.compensate == "dense":
             sequential(job, self._batches.listed(), decided)
             return
@@ -314,7 +325,11 @@ class _Batches:
 
     def again(self) -> Iterator[Batch]:
         """From the first batch on."""
-        return iter(self._list) if self._list is not None else prepared(self._given, self._model, self._input_of)
+        return iter(self._list) if self._list is not None else (batch for batch, _ in self.pairs())
+
+    def pairs(self) -> Iterator[tuple[Batch, Any]]:
+        """Each batch as the model takes it, and as it was given."""
+        return prepared(self._given, self._model, self._input_of)
 
     def listed(self) -> Sequence[Batch]:
         """All of them in memory: inputs only, not activations."""

@@ -46,6 +46,8 @@ class Result:
     frozen: tuple[FrozenAxis, ...]
     verified: float  # relative difference between the pruned model's output and the masked one's
     settings: Mapping[str, Any]
+    curves: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict, repr=False)
+    """Predicted squared relative error against kept units, without compensation: (units, errors)."""
 
     def to_json(self) -> str:
         """Everything but the model's weights, as JSON text."""
@@ -58,6 +60,7 @@ class Result:
                 "cost": asdict(self.cost),
                 "layers": [asdict(layer) for layer in self.layers],
                 "frozen": [asdict(row) for row in self.frozen],
+                "curves": {name: {"kept": kept, "error": error} for name, (kept, error) in self.curves.items()},
                 "plan": json.loads(self.plan.to_json()),
             }
         )

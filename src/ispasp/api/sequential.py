@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ispasp.api.job import Job
+from ispasp.api.task import with_sensitivities, with_task
 from ispasp.calibrate.circuit import output_dim
 from ispasp.calibrate.forms import Arguments
 from ispasp.calibrate.passage import Passage
@@ -83,14 +84,14 @@ class _Walk:
             for number, passage in enumerate(passages):
                 part = statistics(job, name, passage, number)
                 total = part if total is None else total + part
-                if set(job.selector.needs) <= {"producers"}:
+                if not job.data_needs:
                     break  # weights are the same for every batch
             assert total is not None  # noqa: S101  # there is at least one batch
             return total
 
         with job.team.together(f"the calibration of {name!r}"):
-            mine = self._over(reader, of_all)
-        return job.select(name, mine)
+            mine = with_sensitivities(job, {name: self._over(reader, of_all)}, job.edits)[name]
+        return job.select(name, with_task(job, name, mine, job.edits))
 
     def _compensate(self, reader: Reader, where: Slot) -> None:
         job = self._job
@@ -105,12 +106,11 @@ class _Walk:
 def statistics(job: Job, name: str, passage: Passage, batch: int) -> Statistics:
     """Statistics of one batch at all consumers of a hidden dimension."""
     readings: list[Reading] = []
-    needs = set(job.selector.needs) - {"producers"}
     for reader in job.readers_of[name]:
         arguments = passage.arguments(reader.number)
         factor = scale(passage.circuit.tails[reader.number], passage.fixed)
         try:
-            readings += read(reader, [name], arguments, factor, needs)[name]
+            readings += read(reader, [name], arguments, factor, job.data_needs)[name]
         except IspaspError as error:
             raise type(error)(f"hidden dimension {name!r}, read by {reader.path}, batch {batch}: {error}") from error
     return Statistics(job.units[name], tuple(readings), job.made_by(name))

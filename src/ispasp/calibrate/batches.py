@@ -16,11 +16,12 @@ InputOf = Callable[[Any], Batch]
 _EXAMPLES = 2  # enough to find out about a model's structure
 
 
-def prepared(batches: Iterable[Any], model: nn.Module, input_of: InputOf | None = None) -> Iterator[Batch]:
-    """Each batch as the model takes it, on the model's device.
+def prepared(batches: Iterable[Any], model: nn.Module, input_of: InputOf | None = None) -> Iterator[tuple[Batch, Any]]:
+    """Each batch as the model takes it, and as it was given, both on the model's device.
 
-    >>> [x.shape for x in prepared([(torch.ones(2, 3), 1)], nn.Linear(3, 1), input_of=lambda batch: batch[0])]
-    [torch.Size([2, 3])]
+    >>> pairs = prepared([(torch.ones(2, 3), 1)], nn.Linear(3, 1), input_of=lambda batch: batch[0])
+    >>> [(x.shape, given[1]) for x, given in pairs]
+    [(torch.Size([2, 3]), 1)]
     """
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise InputError(
@@ -28,8 +29,8 @@ def prepared(batches: Iterable[Any], model: nn.Module, input_of: InputOf | None 
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for batch in batches:
-        chosen = batch if input_of is None else input_of(batch)
-        yield pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, _plain(chosen))
+        there = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, _plain(batch))
+        yield (there if input_of is None else _plain(input_of(there))), there
 
 
 def _plain(batch: Batch) -> Batch:

@@ -41,6 +41,9 @@ class Passage:
         self.circuit = circuit
         self._edits = edits
         self._tensors = tensors
+        self._batch = batch
+        self._probed: Mapping[int, str] = {}
+        self.probes: dict[int, tuple[Tensor, Tensor]] = {}
         self._numbers = {node: number for number, node in circuit.contractions.items()}
         self._twin = twin
         self._slicing = slicing
@@ -93,6 +96,20 @@ class Passage:
     def bytes(self) -> int:
         """Memory of the live activations."""
         return sum(bytes_in(values) for values, _ in self._twins())
+
+    def probe(self, data: Mapping[int, str]) -> None:
+        """From here on add a zero to what these contractions read (argument by number), to take gradients for.
+
+        `probes[number]` is then what was read, and the zero.
+        """
+        self._probed = data
+
+    def branch(self, edits: Edits) -> Passage:
+        """The same batch at the same place, going on with other edits."""
+        other = Passage(self.circuit, self._batch, self._tensors, edits, slicing=self._slicing)
+        other._pruned = copied(self._pruned) if self.circuit.mutating else dict(self._pruned)
+        other._at = self._at
+        return other
 
     # Looking ahead ----------------------------------------------------------------------------------------------
 
@@ -150,14 +167,29 @@ class Passage:
     def _run(self, node: fx.Node, values: Values, *, edited: bool, cut: bool = True) -> Any:
         args, kwargs = self._fetch(node, values, edited=edited)
         number = self._numbers.get(node)
-        if not edited or number is None or (number not in self._edits.cuts and number not in self._edits.biases):
+        if not edited or number is None or not self._touches(number):
             return execute(self.circuit.trace.module, node, args, kwargs)
         given = named_arguments(node, args, kwargs)
+        if number in self._probed:
+            self._add_zero(number, given)
         if cut:
             _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
         if number in self._edits.biases:
             given["bias"] = self._edits.biases[number].to(given["weight"])
         return _call(node, given)
+
+    def _touches(self, number: int) -> bool:
+        return number in self._edits.cuts or number in self._edits.biases or number in self._probed
+
+    def _add_zero(self, number: int, given: Arguments) -> None:
+        name, _, index = self._probed[number].partition(".")
+        x = given[name][int(index)] if index else given[name]
+        zero = torch.zeros_like(x, requires_grad=True)
+        self.probes[number] = (x.detach(), zero)
+        if index:
+            given[name] = [x + zero if k == int(index) else value for k, value in enumerate(given[name])]
+        else:
+            given[name] = x + zero
 
 
 def _cut(node: fx.Node, given: Arguments, cuts: list[tuple[str, int, Tensor]], *, slicing: bool) -> None:

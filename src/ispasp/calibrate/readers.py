@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,6 +128,25 @@ def _extents(analysis: Analysis, contraction: Contraction, wanted: Collection[st
     )
 
 
+def products(
+    reader: Reader, names: Sequence[str], arguments: Arguments, outputs: Tensor | None
+) -> Iterator[tuple[Tensor, dict[str, Consumer]]]:
+    """Each product of a reader: its input H, and the consumer as seen from each of the hidden dimensions.
+
+    `outputs` are factors on the outputs, of a BatchNorm right after.
+    """
+    x = reader.activations(arguments)
+    found = reader.forms(arguments)
+    if not found:
+        raise InputError(f"{reader.path} reads it by {reader.contraction.node.target}, which has no normal form")
+    for product in found:
+        H = product.arrange(x)
+        if not H.numel():  # an expert that got no token
+            H = H.new_zeros(1, *H.shape[1:])
+        consumer = _scaled(reader, product, outputs)
+        yield H, {name: _for_units(reader, name, product, consumer, x) for name in names}
+
+
 def read(
     reader: Reader, names: Sequence[str], arguments: Arguments, outputs: Tensor | None, needs: Collection[str]
 ) -> dict[str, tuple[Reading, ...]]:
@@ -136,18 +155,10 @@ def read(
     The sums are the same for all of them and taken once; only what belongs to which unit differs.
     """
     found: dict[str, list[Reading]] = {name: [] for name in names}
-    x = reader.activations(arguments)
-    products = reader.forms(arguments)
-    if not products:
-        raise InputError(f"{reader.path} reads it by {reader.contraction.node.target}, which has no normal form")
-    for product in products:
-        H = product.arrange(x)
-        consumer = _scaled(reader, product, outputs)
-        if not H.numel():  # an expert that got no token
-            H = H.new_zeros(1, *H.shape[1:])
-        reading = measure(consumer, H, needs)
-        for name in names:
-            found[name].append(replace(reading, consumer=_for_units(reader, name, product, consumer, x)))
+    for H, consumers in products(reader, names, arguments, outputs):
+        reading = measure(next(iter(consumers.values())), H, needs)
+        for name, consumer in consumers.items():
+            found[name].append(replace(reading, consumer=consumer))
     return {name: tuple(rows) for name, rows in found.items()}
 
 

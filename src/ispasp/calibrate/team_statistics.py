@@ -103,6 +103,7 @@ def rebuilt(statistics: Statistics, agreement: Agreement, totals: Mapping[Key, T
         statistics.units,
         tuple(_reading(number, r, agreement, totals) for number, r in enumerate(statistics.readings)),
         statistics.producers,
+        statistics.task,
     )
 
 

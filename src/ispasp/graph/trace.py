@@ -33,6 +33,7 @@ class Trace:
     module: fx.GraphModule
     sources: Mapping[str, Source]
     constants: Mapping[str, Any]
+    output: Any = None  # how the graph's flat outputs make up what the model returns
 
     @property
     def graph(self) -> fx.Graph:
@@ -95,7 +96,7 @@ def trace(model: nn.Module, batch: Batch) -> Trace:
             sources[name] = Source("constant", str(spec.target))
         else:
             sources[name] = Source("input", name)
-    return Trace(program.graph_module, sources, dict(program.constants))
+    return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
 
 
 @contextmanager

@@ -66,6 +66,7 @@ def _filters(producer: Producer, units: int) -> Tensor:
 
 def _summed_distances(F: Tensor) -> Tensor:
     """Sum over j of ||F_i - F_j||. (units, D) -> (units,)"""
+    F = F - F.mean(0)  # what all share would cost digits
     squares = F.square().sum(1)
     parts = []
     for at in range(0, len(F), _ROWS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -135,7 +135,8 @@ class Reading:
 class Statistics:
     """All a selector sees of one hidden dimension of `units` units: one reading per consumer, and its producers.
 
-    Producers carry weights only, no data; they are empty where no method asks for them.
+    Producers carry weights only, no data; they are empty where no method asks for them. `task(masks, step)` gives the
+    task loss of networks in which only the units of each mask (m, units) stay, on the mini-batch of that step. (m,)
 
     >>> from ispasp.types.consumer import LinearConsumer
     >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), 3)),))
@@ -146,6 +147,7 @@ class Statistics:
     units: int
     readings: tuple[Reading, ...]
     producers: tuple[Producer, ...] = ()
+    task: Callable[[Tensor, int], Tensor] | None = None
 
     def __post_init__(self) -> None:
         """Refuse statistics that cannot belong to one hidden dimension."""
@@ -170,7 +172,7 @@ class Statistics:
                 f"{other.units} units and {len(other.readings)} consumers: they are of different hidden dimensions"
             )
         readings = tuple(a + b for a, b in zip(self.readings, other.readings, strict=True))
-        return Statistics(self.units, readings, self.producers)
+        return Statistics(self.units, readings, self.producers, self.task)
 
 
 def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
