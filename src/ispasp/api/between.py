@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ispasp.api.copying import copied
-from ispasp.api.result import Result
+from ispasp.api.result import Layer, Result
 from ispasp.types.plan import Plan
 
 Prune = Callable[[nn.Module, Iterable[Any], Any], Result]
@@ -26,8 +26,8 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, prune
     whole = replace(options, finetune_between=None)
     trial = prune_(copied(model), batches, replace(whole, compensate=None, recalibrate=False))  # widths, structure
     kept: dict[str, tuple[int, ...]] = {}
-    layers = []
-    results = []
+    layers: list[Layer] = []
+    results: list[Result] = []
     for layer in trial.layers:
         part = replace(whole, keep={layer.name: layer.kept}, skip=(), round_to=None, curves=False)
         result = prune_(model, batches, part)
@@ -40,13 +40,5 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, prune
     biases = tuple(dict.fromkeys(b for r in results for b in r.plan.structure.biases))
     structure = replace(structure, tensors={**structure.tensors, **extra}, biases=biases)
     verified = max((r.verified for r in results), default=trial.verified)
-    return Result(
-        model,
-        Plan(kept, structure),
-        tuple(layers),
-        trial.cost,
-        trial.frozen,
-        verified,
-        options.described(),
-        trial.curves,
-    )
+    plan, settings = Plan(kept, structure), options.described()
+    return Result(model, plan, tuple(layers), trial.cost, trial.frozen, verified, settings, trial.curves)

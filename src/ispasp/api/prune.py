@@ -13,6 +13,7 @@ from torch import nn
 from ispasp.api.between import pruned_between
 from ispasp.api.budgets import budget_widths, error_curves
 from ispasp.api.copying import copied
+from ispasp.api.everywhere import ranked_together
 from ispasp.api.job import Compensate, Job
 from ispasp.api.oneshot import collect, compensate_locally
 from ispasp.api.proof import Proof
@@ -41,7 +42,7 @@ from ispasp.types.dimension import FrozenAxis
 from ispasp.types.layout import kept_mask
 from ispasp.types.plan import Plan, TensorLayout
 
-Order = Literal["sequential", "oneshot"]
+Order = Literal["sequential", "oneshot", "global"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Options:
         """Refuse what means nothing."""
         if self.compensate not in (None, "local", "dense"):
             raise InputError(f"compensate={self.compensate!r}: choose None, 'local' or 'dense'")
-        if self.order not in ("sequential", "oneshot"):
-            raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper) or 'oneshot'")
+        if self.order not in ("sequential", "oneshot", "global"):
+            raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if not self.ridge > 0:
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
         if self.memory is not None and not self.memory > 0:
@@ -99,7 +100,8 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
       method       a name from `ispasp.methods()` or a selector such as `ispasp.ISpaSP(iterations=20)`
       compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
                    units, None leaves weights alone
-      order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense net
+      order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense
+                   network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
       kinds, scope which hidden dimensions, as in `ispasp.survey`; skip: globs of those that stay whole
       round_to     widths become multiples of this, e.g. 8
       recalibrate  estimate BatchNorm statistics anew from the batches afterwards
@@ -240,7 +242,10 @@ class _Run:
             found = collect(job, self._batches.again(), job.data_needs)
             found = with_sensitivities(job, found, Edits())
             whole = {name: with_task(job, name, found[name], Edits()) for name in job.counts if name in rest}
-            decided = {**decided, **{name: job.select(name, statistics) for name, statistics in whole.items()}}
+            if self._options.order == "global":
+                decided = {**decided, **ranked_together(job, whole)}
+            else:
+                decided = {**decided, **{name: job.select(name, statistics) for name, statistics in whole.items()}}
         if job.compensate == "dense":
             sequential(job, self._batches.listed(), decided)
             return

@@ -47,9 +47,9 @@ def sensitivities(
     pair: tuple[Batch, Any],
     loss: Loss,
 ) -> dict[tuple[int, str], Sensitivity]:
-    """Sensitivities of one batch for each reader and hidden dimension it reads. `pair`: the input, and what `loss` gets.
+    """Sensitivities of one batch for each reader and hidden dimension it reads.
 
-    For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is taken for the mean over the
+    `pair` is the input and the batch that `loss` gets. For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is taken for the mean over the
     batch.
     """
     batch, given = pair

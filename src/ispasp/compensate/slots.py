@@ -36,6 +36,8 @@ def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[st
     name = _own(weight, circuit, tensors)
     if not name:
         return Slot(why_not="its weight is shared or computed, not a parameter of its own")
+    if tensors[name].ndim != 2 and not str(node.target).startswith("aten.conv"):
+        return Slot(why_not=f"its weight of {tensors[name].ndim} axes is not one matrix")
     bias = _argument(node, _bias_argument(node))
     if bias is not None:
         into = _own(bias, circuit, tensors)
@@ -45,7 +47,7 @@ def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[st
         mean = _own(norm.args[3], circuit, tensors)
         if mean:
             return Slot(name, mean, "norm")
-    if _can_hold(model, name):
+    if _can_hold(model, name, node):
         return Slot(name, f"{owner(name)}.bias", "new bias")
     return Slot(name, why_not="its module has no place for a bias")
 
@@ -86,9 +88,13 @@ def _own(node: object, circuit: Circuit, tensors: Mapping[str, Tensor]) -> str:
     return source.name
 
 
-def _can_hold(model: nn.Module, weight: str) -> bool:
-    """Whether the module is a plain linear or convolution layer built without a bias."""
+def _can_hold(model: nn.Module, weight: str, node: fx.Node) -> bool:
+    """Whether the module is a plain linear or convolution layer built without a bias, and runs its own forward."""
     module = model.get_submodule(owner(weight))
+    callers = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    caller = model.get_submodule(callers[-1]) if callers else None
+    if caller is not module and not isinstance(caller, nn.MultiheadAttention):  # that one reads its layer's bias itself
+        return False
     plain = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d))
     own_code = type(module).forward.__module__.startswith("torch.")
     return plain and own_code and "bias" in module._parameters and module.bias is None

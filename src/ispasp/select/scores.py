@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from ispasp.select.evidence import Evidence
@@ -30,4 +32,5 @@ def keep_largest(statistics: Statistics, keep: float | int, score: Tensor) -> Se
     (0, 1)
     """
     s = units_to_keep(keep, statistics.units)
-    return Evidence(statistics).selection([sorted(descending(score)[:s].tolist())], converged=True)
+    selection = Evidence(statistics).selection([sorted(descending(score)[:s].tolist())], converged=True)
+    return replace(selection, scores=tuple(score.tolist()))

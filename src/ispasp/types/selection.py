@@ -27,7 +27,7 @@ class Selection:
 
     `start` is the state before the first iteration, when nothing is kept: its residuals are the norms of the dense
     output, so that `step.residual / start.residual` is a relative error. `converged` says that a further
-    iteration would return the same set.
+    iteration would return the same set. `scores`: of every unit, where the method gives each a number of its own.
 
     >>> Selection(kept=(0, 2), start=Step((), 2.0), steps=(Step((0, 2), 0.5),), converged=True)
     Selection(kept 2 units [0, 2], iterations=1, converged=True, moment residual 2 -> 0.5)
@@ -37,6 +37,7 @@ class Selection:
     start: Step = Step(())
     steps: tuple[Step, ...] = ()
     converged: bool = True
+    scores: tuple[float, ...] = ()
 
     @property
     def iterations(self) -> int:

@@ -52,8 +52,8 @@ def as_table(
     True
     """
     note = (
-        f"Every block at keep {keep}, {images:,} unlabelled training images, sequential order, no fine-tuning; top-1 on "
-        f"{test:,} test images."
+        f"Every block at keep {keep}, {images:,} unlabelled training images, sequential order, no fine-tuning; "
+        f"top-1 on {test:,} test images."
     )
     if keep >= 0.5:
         note += " At keep >= 0.5 i-SpaSP is Top-K."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ispasp.api.job import Compensate
 from ispasp.api.prune import prune
+from ispasp.api.result import Result
 from ispasp.api.survey import survey
 from ispasp.errors import InputError
 from ispasp.experiments.accuracy import accuracy
@@ -78,13 +80,13 @@ def run(
     rows = [Row("dense", "", _accuracy(task, task.model), None, cost.dense_params, cost.dense_macs)]
     jobs = list(product(methods, compensations))
     for method, compensate in track(jobs, "pruning", show=progress):
-        seconds, result = timed(lambda m=method, c=compensate: _pruned(task.model, found, keep, m, c))
+        seconds, result = timed(partial(_pruned, task.model, found, keep, method, compensate))
         cost = result.cost
         rows.append(Row(method, str(compensate), _accuracy(task, result.model), seconds, cost.params, cost.macs))
     return rows
 
 
-def _pruned(model: nn.Module, found: list[Tensor], keep: Any, method: str, compensate: Compensate) -> Any:
+def _pruned(model: nn.Module, found: list[Tensor], keep: Any, method: str, compensate: Compensate) -> Result:
     return prune(model, found, keep, method=method, compensate=compensate, loss=own_label_loss, progress=False)
 
 

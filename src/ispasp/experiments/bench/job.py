@@ -5,6 +5,7 @@ Images are noise, and weights are random unless the data folder holds `resnet34.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ def images(count: int, batch: int, size: int = 224, seed: int = 0) -> list[Tenso
     if count < 1 or batch < 1:
         raise InputError(f"{count} images in batches of {batch}: pass 1 or more of both")
     generator = torch.Generator().manual_seed(seed)
-    return list(torch.randn(count, 3, size, size, generator=generator).split(batch))
+    return list(torch.split(torch.randn(count, 3, size, size, generator=generator), batch))
 
 
-def forward(model: nn.Module, batches: list[Tensor]) -> None:
+def forward(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """One pass of the network as it is."""
     with torch.no_grad():
         for batch in batches:
@@ -63,8 +64,7 @@ def prune(model: nn.Module, batches: list[Tensor], T: int, compensate: Compensat
     )
 
 
-def warm_up(model: nn.Module, batches: list[Tensor]) -> None:
-    """The first export of a process imports for seconds, and the first run of a network allocates."""
+def warm_up() -> None:
+    """Prune a tiny network: the first export of a process imports for seconds."""
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2)).eval()
     library_prune(tiny, [torch.randn(2, 3, 8, 8)], 0.5, compensate="dense", progress=False)
-    forward(model, batches[:1])

@@ -20,7 +20,7 @@ from ispasp.api.prune import prune
 from ispasp.errors import InputError
 from ispasp.experiments._torchvision import import_torchvision
 from ispasp.experiments.bench import timing
-from ispasp.experiments.bench.job import warm_up
+from ispasp.experiments.bench.job import forward, warm_up
 from ispasp.report import Column, render, track
 
 COMPENSATIONS: tuple[Compensate, ...] = (None, "local")
@@ -91,7 +91,8 @@ def measure(compensate: Compensate, batches: Generated) -> tuple[float, float]:
     """Megabytes at the peak of this process, and how many of them came by pruning."""
     torch.manual_seed(0)
     model = import_torchvision().models.resnet18().eval()
-    warm_up(model, list(Generated(1, batches.batch, batches.size)))
+    warm_up()
+    forward(model, Generated(1, batches.batch, batches.size))
     before, _ = timing.memory()
     prune(model, batches, 0.5, order="oneshot", compensate=compensate, progress=False)
     _, peak = timing.memory()

@@ -50,7 +50,7 @@ def run(
     images: int = 128,
     reference_images: int = 16,
     batch: int = 16,
-    repeats: int = 1,
+    repeats: int = 3,
     T: int = 20,
     seed: int = 0,
     *,
@@ -68,8 +68,9 @@ def run(
     if not 1 <= reference_images <= images:
         raise InputError(f"reference_images={reference_images} of images={images}: time the reference on 1 to {images}")
     model, batches = job.network(seed), job.images(images, batch, size, seed)
-    part = list(torch.cat(batches)[:reference_images].split(batch))
-    job.warm_up(model, batches)
+    part = list(torch.split(torch.cat(batches)[:reference_images], batch))
+    job.warm_up()
+    job.forward(model, batches[:1])
     counts = {name: len(kept) for name, kept in survey(model, batches[0][:2]).plan(job.RECIPE.keep).kept.items()}
 
     def by_reference(rerun: str) -> Callable[[], Sets]:
@@ -157,7 +158,8 @@ def as_table(rows: Sequence[Row], T: int = 20) -> str:
         Column("plan", "same plan"),
     ]
     shown = [{**asdict(row), "plan": _told(row)} for row in rows]
-    note = f"torchvision ResNet34, {job.weights()}, recipe {job.RECIPE.name}, T = {T}, {torch.get_num_threads()} thread(s)."
+    threads = torch.get_num_threads()
+    note = f"torchvision ResNet34, {job.weights()}, recipe {job.RECIPE.name}, T = {T}, {threads} thread(s)."
     scaled = [row for row in rows if row.reference_images < row.images]
     if scaled:
         first = scaled[0]

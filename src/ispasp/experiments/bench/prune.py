@@ -50,7 +50,8 @@ def run(
 ) -> list[Row]:
     """Rounds of forward pass, pruning and pruning with compensation; then the parts of pruning."""
     model, batches = job.network(seed), job.images(images, batch, size, seed)
-    start_s, _ = timed(lambda: job.warm_up(model, batches))
+    start_s, _ = timed(job.warm_up)
+    job.forward(model, batches[:1])
     small = batches[0][:2]
     plan = survey(model, small).plan(job.RECIPE.keep)
     found = interleaved(
