@@ -22,7 +22,25 @@ from ispasp.errors import (
     SurgeryError,
     TraceError,
 )
-from ispasp.select import ISpaSP, Random, Selector, TopK, i_spasp, methods, select_units
+from ispasp.select import (
+    FPGM,
+    L1,
+    L2,
+    OBS,
+    CoSaMP,
+    GFSLocal,
+    ISpaSP,
+    Lasso,
+    Random,
+    Selector,
+    Slimming,
+    Taylor,
+    ThiNet,
+    TopK,
+    i_spasp,
+    methods,
+    select_units,
+)
 from ispasp.train import AdamW, Sgd, Teacher
 from ispasp.types import (
     ConvConsumer,
@@ -38,14 +56,21 @@ from ispasp.types.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "FPGM",
+    "L1",
+    "L2",
+    "OBS",
     "AdamW",
+    "CoSaMP",
     "ConvConsumer",
     "DistributedError",
     "ExportError",
     "FinetuneResult",
+    "GFSLocal",
     "ISpaSP",
     "InputError",
     "IspaspError",
+    "Lasso",
     "Layer",
     "LinearConsumer",
     "Macs",
@@ -63,10 +88,13 @@ __all__ = [
     "Selection",
     "Selector",
     "Sgd",
+    "Slimming",
     "Statistics",
     "SurgeryError",
     "Survey",
+    "Taylor",
     "Teacher",
+    "ThiNet",
     "TopK",
     "TraceError",
     "apply_",

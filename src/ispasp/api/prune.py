@@ -39,7 +39,7 @@ from ispasp.select import Selector, selector
 from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
 from ispasp.types import Selection
 from ispasp.types.dimension import FrozenAxis
-from ispasp.types.layout import kept_mask
+from ispasp.types.layout import kept_mask, names_in
 from ispasp.types.plan import Plan, TensorLayout
 
 Order = Literal["sequential", "oneshot", "global"]
@@ -272,10 +272,11 @@ class _Run:
         structure = self._survey.structure
         tensors = dict(structure.tensors)
         for path, number in job.gained.items():
-            weight = structure.tensors.get(f"{path}.weight")
-            outputs = len(job.edits.biases[number])
-            axes = {} if weight is None or 0 not in weight.axes else {0: weight.axes[0]}
-            tensors[f"{path}.bias"] = TensorLayout((outputs,), axes)
+            analysis = self._survey.analysis
+            (made,) = analysis.tracker.contractions[number].made
+            extent = analysis.extent(made)
+            axes = {0: extent} if names_in(extent) else {}
+            tensors[f"{path}.bias"] = TensorLayout((len(job.edits.biases[number]),), axes)
         return Plan(job.kept, replace(structure, tensors=tensors, biases=tuple(job.gained)))
 
     def _verified(self, proof: Proof) -> tuple[float, dict[str, float]]:

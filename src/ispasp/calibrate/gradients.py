@@ -49,8 +49,8 @@ def sensitivities(
 ) -> dict[tuple[int, str], Sensitivity]:
     """Sensitivities of one batch for each reader and hidden dimension it reads.
 
-    `pair` is the input and the batch that `loss` gets. For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is taken for the mean over the
-    batch.
+    `pair` is the input and the batch that `loss` gets. For every example |sum over the unit of H dL/dH|, L the
+    example's own loss: `loss` is taken for the mean over the batch.
     """
     batch, given = pair
     with torch.enable_grad():

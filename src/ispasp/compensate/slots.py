@@ -91,7 +91,7 @@ def _own(node: object, circuit: Circuit, tensors: Mapping[str, Tensor]) -> str:
 def _can_hold(model: nn.Module, weight: str, node: fx.Node) -> bool:
     """Whether the module is a plain linear or convolution layer built without a bias, and runs its own forward."""
     module = model.get_submodule(owner(weight))
-    callers = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    callers = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
     caller = model.get_submodule(callers[-1]) if callers else None
     if caller is not module and not isinstance(caller, nn.MultiheadAttention):  # that one reads its layer's bias itself
         return False
