@@ -18,12 +18,21 @@ check: $(VENV)/test.stamp         ## lint, format, types, layering
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 
-results: $(VENV)/test.stamp       ## remake what docs/results/ shows
+results: $(VENV)/test.stamp       ## remake what docs/results/ shows; cifar and mobilenet need ISPASP_DATA
 	$(BIN)/ispasp reproduce synthetic --out docs/results
-	( printf '# Selection time\n\nMade by `ispasp bench selection` on 2 CPU cores.\n\n```\n'; \
-	  $(BIN)/ispasp bench selection; printf '```\n' ) > docs/results/selection.md
-	( printf '# Survey and surgery\n\nMade by `ispasp bench surgery` on 2 CPU cores (torch-pruning where installed).\n\n```\n'; \
-	  $(BIN)/ispasp bench surgery; printf '```\n' ) > docs/results/surgery.md
+	$(call bench,selection,Selection time)
+	$(call bench,surgery,Survey and surgery, (torch-pruning where installed))
+	$(call bench,prune,Sequential pruning)
+	$(call bench,paper,The paper's procedure)
+	$(call bench,memory,Memory of one-shot pruning)
+	$(call bench,cifar,CIFAR-10 ResNet56)
+	$(call bench,mobilenet,MobileNetV2 on ImageNet)
+
+# bench,command,title,remark: a benchmark that fails leaves its page as it was.
+define bench
+table=$$($(BIN)/ispasp bench $(1)) && printf '# %s\n\nMade by `ispasp bench %s` on 2 CPU cores%s.\n\n```\n%s\n```\n' \
+	  "$(2)" "$(1)" "$(3)" "$$table" > docs/results/$(1).md
+endef
 
 zoo: $(VENV)/test.stamp           ## prune every network of the zoo and write docs/coverage.md
 	$(BIN)/ispasp bench coverage --out docs/coverage.md

@@ -24,6 +24,7 @@ from ispasp.errors import (
 )
 from ispasp.select import (
     FPGM,
+    GFS,
     L1,
     L2,
     OBS,
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FPGM",
+    "GFS",
     "L1",
     "L2",
     "OBS",

@@ -61,13 +61,13 @@ def compensate_locally(job: Job, batches: Iterable[Batch]) -> None:
     found: dict[int, Gathered] = {}
     slots = {}
     with job.team.together("the compensation"):
-        for batch in track(batches, "compensating", show=job.progress):
+        for count, batch in enumerate(track(batches, "compensating", show=job.progress)):
             for reader, passage in stops(job, batch):
                 number = reader.number
                 if number not in slots:
                     slots[number] = slot(reader, passage.circuit, job.model, job.tensors)
                 if slots[number].weight:
-                    part = gather(reader, [passage], job.edits, dense=False)
+                    part = gather(reader, [passage], job.edits, dense=False, first=count)
                     known = found.get(number)
                     found[number] = part if known is None else replace(part, sums=known.sums + part.sums)
     for reader in job.readers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from ispasp.integrations.offload import materialised
 from ispasp.select import Selector, selector
 from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
 from ispasp.types import Selection
+from ispasp.types.checks import is_integer
 from ispasp.types.dimension import FrozenAxis
 from ispasp.types.layout import kept_mask, names_in
 from ispasp.types.plan import Plan, TensorLayout
@@ -85,7 +86,8 @@ class Options:
         """The settings as JSON can hold them."""
         named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge")
         keep = self.keep if isinstance(self.keep, (int, float)) else str(self.keep)
-        return {"method": str(self.method), "keep": keep, **{name: getattr(self, name) for name in named}}
+        plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
+        return {"method": str(self.method), "keep": keep, **plain}
 
 
 def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
@@ -164,7 +166,7 @@ class _Run:
         check_loss(self._selector, options.loss)
         with ranks.together("the survey"):
             self._batches = _Batches(model, batches, options)
-            self._survey, self._example = _surveyed(model, self._batches.first, options)
+            self._survey, self._example = _surveyed(model, self._batches, options)
         self._circuits = Circuits(model, self._survey.analysis, self._example)
         self._unread = self._without_normal_form()
 
@@ -186,7 +188,9 @@ class _Run:
             verified, certificates = self._verified(proof)
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
+        gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
         cost = self._survey.cost(plan)
+        cost = replace(cost, params=cost.params + gained)
         layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
         curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
         rows = (*self._survey.frozen, *frozen)
@@ -315,12 +319,9 @@ class _Batches:
         self._model = model
         self._input_of = options.input_of
         self._list: list[Batch] | None = None
-        first = next(iter(self.again()), None)
-        if first is None:
-            raise InputError("no calibration batches: pass at least one; an exhausted iterator counts as none")
-        self.first: Batch = first
+        self.first: Batch = next(self.again())
         try:
-            _try(model, first)
+            self.example = _try(model, self.first)
         except Exception as error:
             hint = (
                 "" if self._input_of else "; a loader that yields (input, label) needs input_of=lambda batch: batch[0]"
@@ -335,7 +336,11 @@ class _Batches:
 
     def pairs(self) -> Iterator[tuple[Batch, Any]]:
         """Each batch as the model takes it, and as it was given."""
-        return prepared(self._given, self._model, self._input_of)
+        pair = None
+        for pair in prepared(self._given, self._model, self._input_of):
+            yield pair
+        if pair is None:
+            raise InputError("no calibration batches: pass at least one; an exhausted iterator counts as none")
 
     def listed(self) -> Sequence[Batch]:
         """All of them in memory: inputs only, not activations."""
@@ -344,20 +349,23 @@ class _Batches:
         return self._list
 
 
-def _try(model: nn.Module, batch: Batch) -> None:
-    small = first_examples(batch)
-    run(model, batch if small is None else small)
-
-
-def _surveyed(model: nn.Module, batch: Batch, options: Options) -> tuple[Survey, Batch]:
-    """Survey on two examples where the model takes them: that is enough to see its structure."""
+def _try(model: nn.Module, batch: Batch) -> Batch:
+    """Run the model on two examples, or on all where it does not take so few; returns what it ran on."""
     small = first_examples(batch)
     if small is not None:
-        try:
-            return survey(model, small, scope=options.scope, kinds=options.kinds), small
-        except TraceError:
-            pass
-    return survey(model, batch, scope=options.scope, kinds=options.kinds), batch
+        with suppress(Exception):
+            run(model, small)
+            return small
+    run(model, batch)
+    return batch
+
+
+def _surveyed(model: nn.Module, batches: _Batches, options: Options) -> tuple[Survey, Batch]:
+    """Survey on two examples where the model takes them: that is enough to see its structure."""
+    if batches.example is not batches.first:
+        with suppress(TraceError):
+            return survey(model, batches.example, scope=options.scope, kinds=options.kinds), batches.example
+    return survey(model, batches.first, scope=options.scope, kinds=options.kinds), batches.first
 
 
 def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None) -> None:

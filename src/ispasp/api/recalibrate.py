@@ -14,9 +14,9 @@ from ispasp.surgery.remove import Undo, set_data
 
 @torch.no_grad()
 def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: Undo) -> int:
-    """Set the running statistics of every BatchNorm to the mean over batches; returns how many there are.
+    """Set the running statistics of every BatchNorm to the mean over its calls; returns how many there are.
 
-    Machines weigh by their number of batches, so that the result is that of one machine with all of them. Every
+    Machines weigh by their number of calls, so that the result is that of one machine with all of them. Every
     BatchNorm sees inputs that others in the network have normalised by the statistics of the same batch.
     """
     norms = {
@@ -26,30 +26,25 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
     }
     sums: dict[str, torch.Tensor] = {}
     handles = [module.register_forward_pre_hook(_adder(name, sums)) for name, module in norms.items()]
-    count = 0
+    before = {(m, leaf): value.clone() for m in norms.values() for leaf, value in m.named_buffers(recurse=False)}
     for module in norms.values():
         module.training = True
-    before = [(m.running_mean.clone(), m.running_var.clone(), m.num_batches_tracked) for m in norms.values()]  # type: ignore[union-attr]
     try:
         with team.together("the recalibration of BatchNorm"):
             for batch in batches:
                 run(model, batch)
-                count += 1
     finally:
         for handle in handles:
             handle.remove()
-        for module, (mean, var, tracked) in zip(norms.values(), before, strict=True):
+        for module in norms.values():
             module.training = False
-            module.running_mean.copy_(mean)  # type: ignore[union-attr]
-            module.running_var.copy_(var)  # type: ignore[union-attr]
-            if tracked is not None:
-                module.num_batches_tracked = tracked
+        for (module, leaf), value in before.items():
+            module.get_buffer(leaf).copy_(value)
     totals = team.sum_tensors(sums)
-    n = team.total(count)
     for name, module in norms.items():
         for kind, buffer in (("mean", module.running_mean), ("var", module.running_var)):
             if f"{kind}:{name}" in totals and buffer is not None:
-                set_data(buffer, (totals[f"{kind}:{name}"] / n).to(buffer), None, undo)
+                set_data(buffer, (totals[f"{kind}:{name}"] / totals[f"calls:{name}"]).to(buffer), None, undo)
     return len(norms)
 
 
@@ -57,7 +52,8 @@ def _adder(name: str, sums: dict[str, torch.Tensor]):  # type: ignore[no-untyped
     def add(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         x = args[0].double()
         over = [0, *range(2, x.ndim)]
-        for kind, value in (("mean", x.mean(over)), ("var", x.var(over, unbiased=True))):
+        one = torch.ones((), dtype=x.dtype, device=x.device)
+        for kind, value in (("mean", x.mean(over)), ("var", x.var(over, unbiased=True)), ("calls", one)):
             key = f"{kind}:{name}"
             sums[key] = sums[key] + value if key in sums else value
 

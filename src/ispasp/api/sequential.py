@@ -24,6 +24,7 @@ from ispasp.graph.tails import scale
 from ispasp.graph.trace import Batch
 from ispasp.report import track
 from ispasp.types import Reading, Selection, Statistics
+from ispasp.types.layout import kept_mask, names_in
 
 T = TypeVar("T")
 
@@ -72,9 +73,10 @@ class _Walk:
         try:
             return gather(self.source.at(reader.number))
         except (OutOfMemory, torch.OutOfMemoryError, MemoryError):
-            job = self._job
-            self.source = Rerun(job.model, self._batches, job.circuits, job.edits, twin=self._twin)
-            return gather(self.source.at(reader.number))
+            pass  # the exception holds the waiting activations for as long as it is handled
+        job = self._job
+        self.source = Rerun(job.model, self._batches, job.circuits, job.edits, twin=self._twin)
+        return gather(self.source.at(reader.number))
 
     def _select(self, name: str, reader: Reader) -> Selection:
         job = self._job
@@ -108,12 +110,22 @@ def statistics(job: Job, name: str, passage: Passage, batch: int) -> Statistics:
     readings: list[Reading] = []
     for reader in job.readers_of[name]:
         arguments = passage.arguments(reader.number)
-        factor = scale(passage.circuit.tails[reader.number], passage.fixed)
         try:
-            readings += read(reader, [name], arguments, factor, job.data_needs)[name]
+            readings += read(reader, [name], arguments, _outputs(job, reader, passage), job.data_needs)[name]
         except IspaspError as error:
             raise type(error)(f"hidden dimension {name!r}, read by {reader.path}, batch {batch}: {error}") from error
     return Statistics(job.units[name], tuple(readings), job.made_by(name))
+
+
+def _outputs(job: Job, reader: Reader, passage: Passage) -> Tensor | None:
+    """The factor on each output of a consumer: of what follows it, and zero for outputs that have been removed."""
+    factor = scale(passage.circuit.tails[reader.number], passage.fixed)
+    made = reader.contraction.made
+    extent = job.survey.analysis.extent(made[0]) if len(made) == 1 else ()
+    if not names_in(extent) & set(job.kept):
+        return factor
+    stays = kept_mask(extent, job.kept).double().to(passage.named(sorted(reader.contraction.parameters)[0]).device)
+    return stays if factor is None else factor * stays
 
 
 def _error(reader: Reader, passage: Passage) -> tuple[float, float]:

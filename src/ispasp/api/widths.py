@@ -62,14 +62,24 @@ def widths(survey: Survey, keep: Any, skip: Collection[str] = (), round_to: int 
             continue
         wanted = rules[fitting[0]]
         if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-            given[dimension.name] = tuple(sorted(wanted))
-            count = len(wanted)
+            given[dimension.name] = units = _checked_units(wanted, dimension)
+            count = len(units)
         else:
             count = units_to_keep(wanted, dimension.units, f"hidden dimension {dimension.name!r}")
             count = rounded(count, dimension.units, round_to)
         if count < dimension.units:
             counts[dimension.name] = count
     return Widths(counts, given)
+
+
+def _checked_units(wanted: Sequence[int], dimension: HiddenDimension) -> tuple[int, ...]:
+    units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
+    if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
+        raise InputError(
+            f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; keep={list(wanted)[:8]} does not "
+            "name different ones of them: pass at least one unit, each once"
+        )
+    return units
 
 
 def rounded(count: int, units: int, step: int | None) -> int:

@@ -28,9 +28,15 @@ def prepared(batches: Iterable[Any], model: nn.Module, input_of: InputOf | None 
             f"batches is a {type(batches).__name__}: pass an iterable of batches, for one batch a list [batch]"
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    for batch in batches:
-        there = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, _plain(batch))
-        yield (there if input_of is None else _plain(input_of(there))), there
+
+    def there(batch: Any) -> Batch:
+        return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, _plain(batch))
+
+    for number, batch in enumerate(batches):
+        chosen = there(batch if input_of is None else input_of(batch))
+        if count_examples(chosen) == 0:
+            raise InputError(f"batch {number} holds no examples: leave empty batches out")
+        yield chosen, chosen if input_of is None else there(batch)
 
 
 def _plain(batch: Batch) -> Batch:

@@ -7,6 +7,7 @@ through the network as it was, side by side with the one that is being pruned.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ from ispasp.graph.tails import Tail, tail
 from ispasp.graph.trace import Batch, Trace, call_arguments
 
 Values = dict[fx.Node, Any]
+_MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # without saying so in a schema
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,19 @@ class Circuit:
     def mutating(self) -> bool:
         """Whether some op changes its argument: then twins must not share memory."""
         return any(mutates(node) for node in self.order)
+
+    @cached_property
+    def writes(self) -> dict[fx.Node, list[fx.Node]]:
+        """Ops that change the memory of a node's value, or of one it is a view of."""
+        if not self.mutating:
+            return {}
+        memory: dict[fx.Node, fx.Node] = {}  # node -> the one whose memory its value lies in
+        written: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.trace.graph.nodes:
+            memory[node] = next((memory[n] for n in _shared(node)), node)
+            if mutates(node):
+                written.setdefault(memory[node], []).append(node)
+        return {node: written[at] for node, at in memory.items() if at in written}
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> Values:
         """Values of all placeholders that are not inputs."""
@@ -123,6 +138,14 @@ def mutates(node: fx.Node) -> bool:
     """Whether an op changes one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
+
+
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose memory a node returns, or may return: views and changes in place."""
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    shared = [arg for arg, a in zip(node.args, arguments, strict=False) if a.alias_info is not None]
+    shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []
+    return [arg for arg in shared if isinstance(arg, fx.Node)]
 
 
 def copied(values: Values) -> Values:

@@ -116,7 +116,7 @@ class Passage:
     def arguments(self, number: int, *, dense: bool = False) -> Arguments:
         """What a contraction reads, by argument name, before any cut there; runs ahead as far as it depends on."""
         node = self.circuit.contractions[number]
-        values = self._ahead(node.all_input_nodes, dense=dense)
+        values = self._ahead(node, dense=dense)
         args, kwargs = self._fetch(node, values, edited=not dense)
         return named_arguments(node, args, kwargs)
 
@@ -125,23 +125,27 @@ class Passage:
         live = self._dense if dense and self._dense is not None else self._pruned
         if node in live:
             return live[node]
-        values = self._ahead(node.all_input_nodes, dense=dense)
+        values = self._ahead(node, dense=dense)
         value = self._run(node, values, edited=not dense, cut=cut)
         if dense and self._dense is not None and node is self._nodes[self._at]:
             self._dense[node] = value  # it is next anyway
         return value
 
-    def _ahead(self, wanted: list[fx.Node], *, dense: bool) -> Values:
+    def _ahead(self, target: fx.Node, *, dense: bool) -> Values:
+        """Values as they are when a later node reads its inputs."""
         live = self._dense if dense and self._dense is not None else self._pruned
         missing: set[fx.Node] = set()
-        stack = [n for n in wanted if n.op != "placeholder" and n not in live]
-        if stack:
-            stack += self._hidden_writes(max(self.circuit.order[n] for n in stack))
+        seen: set[fx.Node] = set()
+        stack = list(target.all_input_nodes)
         while stack:
             node = stack.pop()
-            if node not in missing:
+            if node in seen:
+                continue
+            seen.add(node)
+            stack += self._writes(node, target)
+            if node.op != "placeholder" and node not in live:
                 missing.add(node)
-                stack += [n for n in node.all_input_nodes if n.op != "placeholder" and n not in live]
+                stack += node.all_input_nodes
         if not missing:
             return live
         ordered = sorted(missing, key=self.circuit.order.__getitem__)
@@ -150,9 +154,10 @@ class Passage:
             values[node] = self._run(node, values, edited=not dense)
         return values
 
-    def _hidden_writes(self, end: int) -> list[fx.Node]:
-        """Nodes on the way that change memory others read, though no edge of the graph says so."""
-        return [node for node in self._nodes[self._at : end] if mutates(node) and not node.users]
+    def _writes(self, node: fx.Node, target: fx.Node) -> list[fx.Node]:
+        """Nodes on the way that change the memory of a value in place, though no edge of the graph may say so."""
+        order = self.circuit.order
+        return [w for w in self.circuit.writes.get(node, ()) if self._at <= order[w] < order[target]]
 
     # Running ----------------------------------------------------------------------------------------------------
 

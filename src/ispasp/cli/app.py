@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -10,13 +11,20 @@ import typer
 import ispasp
 from ispasp.cli.bench import bench
 from ispasp.cli.demo import demo
+from ispasp.cli.export import export
+from ispasp.cli.finetune import finetune
+from ispasp.cli.prune import prune
 from ispasp.cli.reproduce import reproduce
+from ispasp.cli.survey import survey
 from ispasp.errors import IspaspError
 
+DEBUG = "ISPASP_DEBUG"
+
 app = typer.Typer(name="ispasp", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+for command in (survey, prune, finetune, export, demo):
+    app.command()(command)
 app.add_typer(reproduce, name="reproduce")
 app.add_typer(bench, name="bench")
-app.command()(demo)
 
 
 def _version(wanted: bool) -> None:
@@ -33,9 +41,14 @@ def root(
 
 
 def main() -> None:
-    """Entry point: a known error is one line on standard error and exit code 2."""
+    """Entry point: an error is one line on standard error and exit code 2; with ISPASP_DEBUG=1 a traceback."""
     try:
         app()
-    except IspaspError as error:
-        typer.echo(f"ispasp: {error}", err=True)
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            raise
+        text = " ".join(str(error).split())
+        if not isinstance(error, IspaspError):
+            text = f"{type(error).__name__}: {text}: this was not foreseen; {DEBUG}=1 shows where it happened"
+        typer.echo(f"ispasp: {text}", err=True)
         sys.exit(2)

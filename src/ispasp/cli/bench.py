@@ -12,6 +12,10 @@ bench = typer.Typer(no_args_is_help=True, help="Measure the library against its 
 
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")]
 Batch = Annotated[int, typer.Option(help="Images in one batch.", min=1)]
+Images = Annotated[int, typer.Option(help="Calibration images, without labels.", min=1)]
+Part = Annotated[int, typer.Option(help="The reference is timed on so many; its time is scaled to all.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
+Draw = Annotated[int, typer.Option(help="Seed of which images are taken.")]
 Iterations = Annotated[int, typer.Option(help="T, iterations of i-SpaSP.", min=1)]
 Repeats = Annotated[int, typer.Option(help="Rounds of interleaved runs; medians are shown.", min=1)]
 Methods = Annotated[str, typer.Option(help="Names from ispasp.methods(), with commas between them.")]
@@ -29,11 +33,9 @@ def _names(text: str) -> list[str]:
 @bench.command()
 def selection(
     examples: Annotated[int, typer.Option(help="Calibration examples.", min=1)] = 1280,
-    reference_examples: Annotated[
-        int, typer.Option(help="Examples the reference is timed on; its time is scaled to all of them.", min=1)
-    ] = 128,
+    reference_examples: Part = 128,
     iterations: Iterations = 20,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """i-SpaSP from first moments against the paper's autodiff procedure, ResNet34 blocks 2 and 15."""
@@ -95,11 +97,11 @@ def recipes(as_json: Json = False) -> None:
 
 @bench.command()
 def prune(
-    images: Annotated[int, typer.Option(help="Calibration images.", min=1)] = 128,
+    images: Images = 128,
     batch: Batch = 16,
     repeats: Repeats = 3,
     iterations: Iterations = 20,
-    seed: Annotated[int, typer.Option(help="Seed of weights and images.")] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Sequential pruning of ResNet34 by the 2.69 G recipe against one dense forward pass over the same images."""
@@ -111,14 +113,12 @@ def prune(
 
 @bench.command()
 def paper(
-    images: Annotated[int, typer.Option(help="Calibration images.", min=1)] = 128,
-    reference_images: Annotated[
-        int, typer.Option(help="Images the reference is timed on; its time is scaled to all of them.", min=1)
-    ] = 16,
+    images: Images = 128,
+    reference_images: Part = 16,
     batch: Batch = 16,
     repeats: Repeats = 3,
     iterations: Iterations = 20,
-    seed: Annotated[int, typer.Option(help="Seed of weights and images.")] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """The same job by the paper's procedure: autodiff importance, and the network run again for every block."""
@@ -143,13 +143,13 @@ def memory(
 
 @bench.command()
 def cifar(
-    images: Annotated[int, typer.Option(help="Unlabelled training images.", min=1)] = 1280,
+    images: Images = 1280,
     test: Annotated[int, typer.Option(help="Test images.", min=1)] = 10_000,
     keep: Annotated[float, typer.Option(help="Fraction of the units of every block to keep.")] = 0.5,
     methods: Methods = "ispasp,l1",
     network: Annotated[str, typer.Option(help="resnet20 or resnet56.")] = "resnet56",
     batch: Batch = 128,
-    seed: Annotated[int, typer.Option(help="Seed of which images are taken.")] = 0,
+    seed: Draw = 0,
     as_json: Json = False,
 ) -> None:
     """CIFAR-10 ResNet56 pruned with and without compensation, no fine-tuning. Needs ISPASP_DATA."""
@@ -161,11 +161,11 @@ def cifar(
 
 @bench.command()
 def mobilenet(
-    images: Annotated[int, typer.Option(help="Unlabelled calibration images.", min=1)] = 1000,
+    images: Images = 1000,
     test: Annotated[int, typer.Option(help="Validation images.", min=1)] = 1000,
     methods: Methods = "ispasp,l1",
     batch: Batch = 50,
-    seed: Annotated[int, typer.Option(help="Seed of which images are taken.")] = 0,
+    seed: Draw = 0,
     as_json: Json = False,
 ) -> None:
     """MobileNetV2 with its ImageNet weights by the 260 M recipe, no fine-tuning. Needs ISPASP_DATA."""

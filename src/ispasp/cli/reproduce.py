@@ -28,3 +28,111 @@ def synthetic(
     paths = experiment.write(points, out)
     typer.echo(experiment.summary(points))
     typer.echo("wrote " + ", ".join(map(str, paths)))
+
+
+@reproduce.command()
+def mnist(
+    out: Annotated[
+        Path, typer.Option(help="Folder for mnist.csv, .png and .md; a run that was cut off goes on there.")
+    ] = Path("results"),
+    trials: Annotated[int, typer.Option(help="Trials, each with its own dense network (paper: 3).", min=1)] = 3,
+    epochs: Annotated[int, typer.Option(help="Epochs of training (paper: 200).", min=1)] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate of training (paper: 0.001).")] = 1e-3,
+    finetune_epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning (the paper does not say).", min=1)] = 5,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Units to keep; may be repeated. Default: 50 100 200 400.", min=1)
+    ] = None,
+    same_batch: Annotated[
+        bool, typer.Option("--same-batch", help="One mini-batch for all iterations of i-SpaSP, not a new one in each.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the first trial.", min=0)] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small version in under two minutes; only --out and --seed count.")
+    ] = False,
+) -> None:
+    """Two-layer networks on MNIST: i-SpaSP, GFS and Top-K before and after fine-tuning (Section 6.2, Appendix A.2)."""
+    from dataclasses import replace
+
+    from ispasp.experiments import mnist as experiment
+    from ispasp.experiments import mnist_report
+    from ispasp.experiments.mnist_network import Settings
+
+    if quick:
+        settings, trials, options = replace(experiment.QUICK, seed=seed), 2, "--quick"
+        sizes = experiment.QUICK_SIZES
+    else:
+        settings = Settings(epochs=epochs, lr=lr, finetune_epochs=finetune_epochs, fresh=not same_batch, seed=seed)
+        sizes = tuple(size) if size else experiment.SIZES
+        options = f"--trials {trials} --epochs {epochs} --lr {lr:g} --finetune-epochs {finetune_epochs}"
+        options += "".join(f" --size {s}" for s in sizes) + (" --same-batch" if same_batch else "")
+    rows = experiment.run(settings, out, sizes, trials=trials)
+    paths = mnist_report.write(rows, settings, out, f"ispasp reproduce mnist {options} --seed {seed}")
+    typer.echo(paths[-1].read_text(encoding="utf-8"))
+    typer.echo("wrote " + ", ".join(map(str, paths)))
+
+
+@reproduce.command()
+def runtime(
+    out: Annotated[Path, typer.Option(help="Folder for runtime.csv, .png and .md.")] = Path("results"),
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.", min=0)] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="On fewer examples, in under two minutes.")] = False,
+) -> None:
+    """Seconds to prune ResNet34 blocks 2 and 15 with i-SpaSP and the variants of GFS (Section 4.2)."""
+    from dataclasses import replace
+
+    from ispasp.experiments import runtime as experiment
+    from ispasp.experiments import runtime_report
+
+    settings = replace(experiment.QUICK if quick else experiment.Settings(), seed=seed)
+    rows = experiment.run(settings)
+    command = f"ispasp reproduce runtime {'--quick ' if quick else ''}--seed {seed}"
+    paths = runtime_report.write(rows, settings, out, command)
+    typer.echo(paths[-1].read_text(encoding="utf-8"))
+    typer.echo("wrote " + ", ".join(map(str, paths)))
+
+
+@reproduce.command()
+def cnn(
+    model: Annotated[
+        str, typer.Option(help="resnet34, mobilenet_v2, cifar_resnet56 (any depth 6 n + 2).")
+    ] = "cifar_resnet56",
+    data: Annotated[
+        str, typer.Option(help="cifar10, imagenet-mini, or a folder with train/ and val/ of one sub-folder per class.")
+    ] = "cifar10",
+    out: Annotated[
+        Path, typer.Option(help="Folder for CSV, figure and Markdown; a run that was cut off goes on there.")
+    ] = Path("results"),
+    method: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: all but gfs.")] = None,
+    keep: Annotated[list[float] | None, typer.Option(help="May be repeated. Default: 0.25 0.4 0.5 0.75.")] = None,
+    compensate: Annotated[
+        list[str] | None, typer.Option(help="none, local, dense; may be repeated. Default: all; pipeline: none.")
+    ] = None,
+    examples: Annotated[int, typer.Option(help="Calibration images (paper: 1,280).", min=1)] = 1280,
+    tested: Annotated[int, typer.Option(help="Test images; 0 for all.", min=0)] = 0,
+    weights: Annotated[Path | None, typer.Option(help="State dict, .safetensors or .pth.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB that waiting activations may take.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version in under two minutes.")] = False,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Table 1: block by block, an epoch after each, then 90 epochs.")
+    ] = False,
+    recipe: Annotated[str | None, typer.Option(help="For --pipeline: a recipe such as resnet34-2.69G.")] = None,
+    epochs: Annotated[float, typer.Option(help="For --pipeline: epochs at the end.", min=0)] = 90,
+    epochs_between: Annotated[float, typer.Option(help="For --pipeline: epochs after each block.", min=0)] = 1,
+    batch: Annotated[int, typer.Option(help="For --pipeline: images of a training step.", min=1)] = 256,
+    workers: Annotated[int, typer.Option(help="For --pipeline: processes that read images.", min=0)] = 0,
+) -> None:
+    """Convolutional networks: all methods without fine-tuning, or the paper's pipeline (Section 6.3, Appendix A.3)."""
+    from ispasp.experiments import cnn_commands
+    from ispasp.experiments.cnn import Settings
+    from ispasp.experiments.cnn_pipeline import Training
+
+    room = None if memory is None else int(memory * 1e9)
+    settings = Settings(model, data, examples, tested, seed, weights=weights, memory=room)
+    if pipeline:
+        training = Training(epochs_between, epochs, batch=batch, workers=workers)
+        lines = cnn_commands.pipeline(settings, training, out, recipe, keep or [], compensate or [], quick=quick)
+    else:
+        lines = cnn_commands.sweep(settings, out, method or [], keep or [], compensate or [], quick=quick)
+    for line in lines:
+        typer.echo(line)

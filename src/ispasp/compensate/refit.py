@@ -17,6 +17,7 @@ from ispasp.calibrate.readers import Reader
 from ispasp.compensate.slots import Slot
 from ispasp.compensate.solve import RIDGE, Fit, solve
 from ispasp.compensate.sums import Sums, sums_of
+from ispasp.errors import InputError
 from ispasp.graph.tails import scale
 from ispasp.types import Consumer, ConvConsumer
 
@@ -44,21 +45,32 @@ class Gathered:
     named: Callable[[str], Tensor]
 
 
-def gather(reader: Reader, passages: Iterable[Passage], edits: Edits, *, dense: bool) -> Gathered:
-    """Sums of inputs (the kept units) and targets over all batches.
+def gather(reader: Reader, passages: Iterable[Passage], edits: Edits, *, dense: bool, first: int = 0) -> Gathered:
+    """Sums of inputs (the kept units) and targets over all batches, the number of the first one being `first`.
 
     The target is what the consumer gives with all units (`dense=False`), or what it gives in the dense twin plus what
     the skip connection it is added to lacks (`dense=True`).
     """
     found: Gathered | None = None
-    for passage in passages:
+    for number, passage in enumerate(passages, first):
         arguments = passage.arguments(reader.number)
         (form,) = reader.forms(arguments)
         part = _gather(reader, passage, form, arguments, edits, dense=dense)
+        _check(part, reader, number)
         total = part if found is None else found.sums + part
         found = Gathered(total, form, _bias(arguments, reader, form.consumer), passage.named)
     assert found is not None  # noqa: S101  # there is at least one batch
     return found
+
+
+def _check(sums: Sums, reader: Reader, batch: int) -> None:
+    # One NaN or Inf in inputs or targets shows in these.
+    if not all(bool(torch.isfinite(total).all()) for total in (sums.x, sums.tt, sums.xx)):
+        names = ", ".join(map(repr, sorted(reader.names)))
+        raise InputError(
+            f"hidden dimension {names}, read by {reader.path}, batch {batch}: activations hold NaN or Inf: "
+            "check the calibration data and the layers before, or run them in float32"
+        )
 
 
 def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: float = RIDGE) -> Refit:

@@ -37,7 +37,7 @@ def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[st
     if not name:
         return Slot(why_not="its weight is shared or computed, not a parameter of its own")
     if tensors[name].ndim != 2 and not str(node.target).startswith("aten.conv"):
-        return Slot(why_not=f"its weight of {tensors[name].ndim} axes is not one matrix")
+        return Slot(why_not=f"its weight has {tensors[name].ndim} axes, not the two of a matrix")
     bias = _argument(node, _bias_argument(node))
     if bias is not None:
         into = _own(bias, circuit, tensors)

@@ -47,8 +47,7 @@ def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: flo
         G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
     old = Fit(W0, b0, error := squared_error(s, W0, b0), error, used=False)
     size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
-    if not bool((size > 0).all()):
-        return old
+    size = torch.where(size > 0, size, 1.0)  # a group whose inputs are constant keeps its weight, and shifts
     ridged = G + (ridge * size)[:, None, None] * torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     factor, info = torch.linalg.cholesky_ex(ridged)
     if bool(info.any()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -23,21 +23,20 @@ _TRAINING = ("hidden", "epochs", "lr", "batch", "examples", "seed")  # what the 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a row of the results, but for trial, method and size. The paper's values where it gives them.
+    """What all rows of a run share: the paper's values where it gives them, but for the epochs.
 
     `fresh` takes a new mini-batch in every iteration of i-SpaSP, as the paper does. `examples` limits the training set.
-    The paper trains for 200 epochs and does not say how long, or at which learning rate, it fine-tunes.
+    The paper trains for 200 epochs and does not say how long it fine-tunes.
 
     >>> print(Settings(hidden=100))
-    hidden=100 epochs=8 lr=0.001 finetune_epochs=5 finetune_lr=0.001 batch=128 prune_batch=512 iterations=20 fresh=True
-    examples=60000 seed=0
+    hidden=100 epochs=8 lr=0.001 finetune_epochs=5 batch=128 prune_batch=512 iterations=20 fresh=True examples=60000
+    seed=0
     """
 
     hidden: int = 10_000
     epochs: int = 8
     lr: float = 1e-3
     finetune_epochs: int = 5
-    finetune_lr: float = 1e-3
     batch: int = 128
     prune_batch: int = 512
     iterations: int = 20
@@ -93,11 +92,11 @@ class Shuffled:
 
     def __len__(self) -> int:
         """How many batches."""
-        return -(-len(self.y) // self.size)
+        return math.ceil(len(self.y) / self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch."""
-        for index in torch.randperm(len(self.y)).split(self.size):
+        for index in torch.split(torch.randperm(len(self.y)), self.size):
             yield self.x[index], self.y[index]
 
 
@@ -121,7 +120,7 @@ def weights(net: nn.Sequential) -> tuple[Tensor, Tensor]:
     [(3, 4), (2, 3)]
     """
     first, last = net[0], net[2]
-    assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)  # noqa: S101, PT018  # built by `network`
+    assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)  # noqa: S101  # built by `network`
     return first.weight.detach(), last.weight.detach()
 
 
@@ -162,7 +161,7 @@ def dense(settings: Settings, data: Digits, trial: int, folder: Path, *, progres
     train(net, data, settings.epochs, settings.lr, settings.batch, seed, progress=progress, **options)
     whole = path.with_suffix(".part")  # a cut-off write must not look like a network
     save_file(net.state_dict(), whole, {"settings": text})
-    os.replace(whole, path)
+    whole.replace(path)
     shutil.rmtree(checkpoint)
     return net
 
@@ -189,4 +188,4 @@ def outputs(net: nn.Sequential, x: Tensor) -> Tensor:
     torch.Size([5, 2])
     """
     with torch.no_grad():
-        return torch.cat([net(part) for part in x.split(1000)])
+        return torch.cat([net(part) for part in torch.split(x, 1000)])

@@ -127,7 +127,7 @@ def added_loss(task: Task) -> AddLoss:
         logits = H[:, kept] @ W1[:, kept].T  # (batch, outputs)
         own = nn.functional.one_hot(y, W1.shape[0]).to(H.dtype)  # (batch, outputs)
         at_label = (logits * own).sum() + (own.T @ H * W1).sum(0)[candidates]  # summed over the batch; (m,)
-        columns = zip(H[:, candidates].split(_CHUNK, 1), W1[:, candidates].split(_CHUNK, 1), strict=True)
+        columns = zip(torch.split(H[:, candidates], _CHUNK, 1), torch.split(W1[:, candidates], _CHUNK, 1), strict=True)
         parts = []
         for h, w in columns:
             z = torch.addcmul(logits.T[:, :, None], h[None], w[:, None])  # (outputs, batch, chunk)

@@ -52,6 +52,15 @@ def html(result: Mapping[str, Any], curves: Curves | None = None) -> str:
     )
 
 
+def roots(curves: Curves) -> Curves:
+    """Relative errors of `Result.curves`, which hold their squares: the scale of all other errors on the page.
+
+    >>> roots({"fc": ((1, 2), (0.25, 0.0))})
+    {'fc': ((1, 2), [0.5, 0.0])}
+    """
+    return {name: (kept, [math.sqrt(max(e, 0.0)) for e in errors]) for name, (kept, errors) in curves.items()}
+
+
 def count(number: float) -> str:
     """A count as people say it.
 
@@ -94,15 +103,15 @@ def _tiles(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> st
     tiles.append(
         f'<div class="tile proof"><div class="label">Removed equals masked</div>'
         f'<div class="value">{f"{verified:.0e}" if _finite(verified) else "–"}</div>'
-        '<div class="under">relative difference between the pruned model and the network whose removed units are '
-        "masked: rounding, nothing else</div></div>"
+        '<div class="under">relative difference to the dense network with removed units masked: rounding only'
+        "</div></div>"
     )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _tile(label: str, after: int, before: int) -> str:
     share = after / before if before else 1.0
-    times = f" <small>{before / after:.1f}× less</small>" if after and before >= 1.1 * after else ""
+    times = f" <small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
     return (
         f'<div class="tile"><div class="label">{label}</div><div class="value">{count(after)}{times}</div>'
         f'<div class="meter"><i style="width:{100 * share:.1f}%"></i></div>'
@@ -114,8 +123,8 @@ def _widths(layers: Sequence[Mapping[str, Any]]) -> str:
     if not layers:
         return "<section><h2>Widths</h2><p>No layer lost a unit.</p></section>"
     return (
-        "<section><h2>Widths</h2><p>Every pruned hidden dimension from first to last. Numbers are those of the table "
-        "below; point at a column for its name.</p>"
+        "<section><h2>Widths</h2><p>Every pruned hidden dimension from first to last. Point at a column for its name "
+        "and numbers.</p>"
         f'<div class="legend"><span>{svg.KEPT_KEY}stay</span><span>{svg.GONE_KEY}removed</span></div>'
         f'<div class="wide">{svg.skyline(layers)}</div></section>'
     )
@@ -125,7 +134,7 @@ def _table(layers: Sequence[Mapping[str, Any]], compensated: bool) -> str:
     if not layers:
         return ""
     longest = max(layer["units"] for layer in layers)
-    errors = [layer.get(key) for layer in layers for key in ("relative_error", "uncompensated_error")]
+    errors: list[Any] = [layer.get(key) for layer in layers for key in ("relative_error", "uncompensated_error")]
     top = svg.ceiling(max((e for e in errors if _finite(e)), default=1.0))
     rows = "".join(_row(i + 1, layer, longest, top, compensated) for i, layer in enumerate(layers))
     legend = (
@@ -203,7 +212,7 @@ def _frozen(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _settings(result: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{_setting(value)}</dd>"
+        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{_setting(value)}</dd></div>"
         for key, value in result.get("settings", {}).items()
     )
     command = f"<pre>{escape(str(result['command']))}</pre>" if result.get("command") else ""

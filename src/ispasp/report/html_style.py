@@ -64,7 +64,7 @@ svg .link { stroke: var(--track); stroke-width: 2; }
 .column:hover .track { fill: var(--soft); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; color: var(--soft); font-size: 13px; margin-top: 8px; }
 .legend svg { width: 12px; height: 12px; vertical-align: -1px; margin-right: 6px; }
-.facets { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 20px 22px;
+.facets { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 20px 22px;
   margin-top: 16px; }
 .facets svg { width: 100%; height: auto; display: block; }
 details { border-top: 1px solid var(--line); padding: 10px 0; }
@@ -75,8 +75,8 @@ summary b { color: var(--soft); font-weight: 500; margin-left: 6px; font-variant
 details ul { margin: 8px 0 2px; padding-left: 22px; columns: 260px 3; column-gap: 28px; }
 details li { break-inside: avoid; }
 ul.notes { margin: 10px 0 0; padding-left: 20px; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 22px; margin: 14px 0 0; }
-dt { color: var(--soft); }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 12px 22px; margin: 14px 0 0; }
+dt { color: var(--soft); font-size: 13px; }
 dd { margin: 0; overflow-wrap: anywhere; }
 pre { margin: 14px 0 0; padding: 12px 14px; background: var(--page); border: 1px solid var(--line); border-radius: 8px;
   font: 12.5px/1.5 var(--mono); white-space: pre-wrap; overflow-wrap: anywhere; }

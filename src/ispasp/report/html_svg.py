@@ -10,8 +10,9 @@ from typing import Any
 
 _WIDE, _HIGH = 1040, 210  # of the widths chart
 _LEFT, _BOTTOM, _TOP = 46, 22, 12
-_BAR = 150  # length of the longest bar in the table
-_DUMBBELL = 150
+_LETTER = 7  # room for one letter of a name
+_BAR = 190  # length of the longest bar in the table
+_DUMBBELL = 170
 _FACET = (240, 128)
 
 MARK = (
@@ -79,6 +80,7 @@ def skyline(layers: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDE}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{top * share:,.0f}</text>')
     every = max(1, math.ceil(len(layers) / 26))
+    named = max((len(str(layer["name"])) for layer in layers), default=0) * _LETTER < step
     for i, layer in enumerate(layers):
         middle = _LEFT + step * (i + 0.5)
         columns = "".join(
@@ -89,7 +91,8 @@ def skyline(layers: Sequence[Mapping[str, Any]]) -> str:
         said = escape(f"{i + 1}. {layer['name']}: {layer['kept']} of {layer['units']} units stay")
         parts.append(f'<g class="column"><title>{said}</title>{columns}</g>')
         if i % every == 0:
-            parts.append(f'<text x="{middle:.1f}" y="{_HIGH - 6}" text-anchor="middle">{i + 1}</text>')
+            said = escape(str(layer["name"])) if named else str(i + 1)
+            parts.append(f'<text x="{middle:.1f}" y="{_HIGH - 6}" text-anchor="middle">{said}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDE}" y1="{ground}" y2="{ground}"/>')
     return (
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="units before and after, layer by layer" '
@@ -104,7 +107,7 @@ def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None, top:
     1
     """
     wide, high = _FACET
-    left, bottom, roof = 34, 20, 16
+    left, bottom, roof = 40, 20, 16
     ground, units = high - bottom, max(kept)
     points = [(k, e) for k, e in zip(kept, errors, strict=True) if math.isfinite(e)]
 
@@ -147,7 +150,7 @@ def ceiling(value: float) -> float:
     if not (math.isfinite(value) and value > 0):
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    step = next(s for s in (1, 2, 4, 6, 8, 10) if value <= s * power * (1 + 1e-9))
+    step = next(s for s in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if value <= s * power * (1 + 1e-9))
     return float(f"{step * power:.6g}")
 
 

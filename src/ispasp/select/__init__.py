@@ -6,6 +6,7 @@ from ispasp.select.data import select_units
 from ispasp.select.energy import energy
 from ispasp.select.evidence import Evidence
 from ispasp.select.fpgm import FPGM
+from ispasp.select.gfs import GFS
 from ispasp.select.gfs_local import GFSLocal
 from ispasp.select.ispasp import ISpaSP, i_spasp
 from ispasp.select.lasso import Lasso
@@ -20,6 +21,7 @@ from ispasp.select.topk import TopK
 
 __all__ = [
     "FPGM",
+    "GFS",
     "L1",
     "L2",
     "OBS",

@@ -15,6 +15,7 @@ class Selector(ABC):
 
     - "moment", "magnitude", "gram": statistics of what each consumer gets, see `calibrate.measure`;
     - "sensitivity": a statistic that takes a loss and a backward pass, see `types.Sensitivity`;
+    - "task": the task loss of any choice of units, see `types.Statistics`;
     - "producers": weights of the layers that make the units, no data, see `types.Producer`.
     """
 

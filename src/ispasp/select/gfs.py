@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ispasp.errors import InputError
 from ispasp.select.base import Selector
+from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
 from ispasp.types import Selection, Statistics, Step, units_to_keep
 from ispasp.types.checks import is_integer
@@ -51,18 +52,21 @@ class GFS(Selector):
         _check_options(self.candidates, self.seed)
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Statistics cannot tell the loss of the task, so this refuses: use `forward`.
+        """Choose `keep` units by `statistics.task`, which `ispasp.prune` provides.
 
         >>> from ispasp.types import LinearConsumer, Reading
         >>> GFS().select(Statistics(2, (Reading(LinearConsumer(torch.eye(2))),)), keep=1)
         Traceback (most recent call last):
         ...
-        ispasp.errors.InputError: gfs follows the loss of the task, which statistics do not hold: ...
+        ispasp.errors.InputError: gfs follows the loss of the task, which these statistics do not hold: ...
         """
-        raise InputError(
-            f"gfs follows the loss of the task, which statistics do not hold: call {self}.forward(units, keep, loss), "
-            "or choose gfs-local, which follows the output of the dense layer"
-        )
+        if statistics.task is None:
+            raise InputError(
+                "gfs follows the loss of the task, which these statistics do not hold: use it in ispasp.prune, call "
+                f"{self}.forward(units, keep, loss), or choose gfs-local, which follows the output of the dense layer"
+            )
+        grown = self.forward(statistics.units, keep, statistics.task)
+        return Evidence(statistics).selection([step.kept for step in grown.steps], converged=True)
 
     def forward(self, units: int, keep: float | int, loss: MaskLoss) -> Selection:
         """Choose `keep` of `units` units with these options; see `greedy_forward`.

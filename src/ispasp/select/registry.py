@@ -6,6 +6,7 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.cosamp import CoSaMP
 from ispasp.select.fpgm import FPGM
+from ispasp.select.gfs import GFS
 from ispasp.select.gfs_local import GFSLocal
 from ispasp.select.ispasp import ISpaSP
 from ispasp.select.lasso import Lasso
@@ -27,6 +28,7 @@ _SELECTORS: tuple[type[Selector], ...] = (
     Slimming,
     Taylor,
     ThiNet,
+    GFS,
     GFSLocal,
     Lasso,
     CoSaMP,
@@ -39,7 +41,7 @@ def methods() -> list[str]:
     """Names of all selectors.
 
     >>> methods()
-    ['ispasp', 'topk', 'random', 'l1', 'l2', 'fpgm', 'slimming', 'taylor', 'thinet', 'gfs-local', 'lasso', 'cosamp',
+    ['ispasp', 'topk', 'random', 'l1', 'l2', 'fpgm', 'slimming', 'taylor', 'thinet', 'gfs', 'gfs-local', 'lasso', 'cosamp',
      'obs']
     """
     return list(_METHODS)

@@ -1,0 +1,101 @@
+"""`ispasp finetune`: train a pruned model on, so that it wins back accuracy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import ispasp
+from ispasp.cli import options as o
+from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, load_data, load_model
+from ispasp.cli.task import accuracy
+from ispasp.errors import InputError
+from ispasp.graph.trace import evaluating, run
+from ispasp.train.objective import logits_of
+
+
+def finetune(
+    folder: Annotated[Path, typer.Argument(help="Folder that `ispasp prune` wrote.")],
+    data: Annotated[
+        str,
+        typer.Option(help="Image folder with one sub-folder per class, or .npz with labels.", rich_help_panel=o.DATA),
+    ],
+    dense: o.Dense = "",
+    epochs: Annotated[float, typer.Option(help="Passes over the data; 0.5 for half of one.")] = 1.0,
+    optimizer: Annotated[str, typer.Option(help="sgd (momentum, cosine) or adamw (linear decay).")] = "sgd",
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 0.01 for sgd, 5e-5 for adamw.")] = None,
+    label_smoothing: Annotated[float, typer.Option(help="Smoothing of the labels.")] = 0.0,
+    teacher: Annotated[str, typer.Option(help="A dense model from whose outputs to learn as well; as MODEL.")] = "",
+    teacher_weights: Annotated[str, typer.Option(help="Its weights.")] = "",
+    val: Annotated[
+        str, typer.Option(help="Data to measure accuracy on, before and after; as --data.", rich_help_panel=o.DATA)
+    ] = "",
+    batch_size: o.BatchSize = 64,
+    accumulate: Annotated[int, typer.Option(help="Batches per step.", min=1)] = 1,
+    mixed_precision: Annotated[str, typer.Option(help="bf16 or fp16 (GPU). Default: full precision.")] = "",
+    size: o.ImageSize = None,
+    key: o.Key = "",
+    labels: o.Labels = "",
+    length: o.Length = 128,
+    seed: o.Seed = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder; an interrupted run goes on from there.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to. Default: FOLDER-finetuned.")] = None,
+) -> None:
+    """Fine-tune a pruned model on labelled data, and save it with its plan."""
+    chosen: dict[str, Any] = {
+        "epochs": epochs,
+        "recipe": _recipe(optimizer, lr),
+        "label_smoothing": label_smoothing,
+        "teacher": load_model(teacher, teacher_weights, seed=seed).model if teacher else None,
+        "mixed_precision": mixed_precision or None,
+        "accumulate": accumulate,
+        "checkpoint": checkpoint,
+        "seed": seed,
+    }
+    loaded = load_model(f"ispasp:{folder}", dense=dense, seed=seed)
+    wanted = Wanted(size=size, key=key, labels=labels, length=length, seed=seed)
+    found = load_data(data, loaded, wanted)
+    _check(loaded, found)
+    held = load_data(val, loaded, wanted).loader(batch_size, labelled=True) if val else None
+    before = accuracy(loaded.model, held) if held else 0.0
+    result = ispasp.finetune(loaded.model, found.loader(batch_size, labelled=True, shuffle=True), **chosen)
+    typer.echo(str(result))
+    if held:
+        typer.echo(f"accuracy on {val}: {before:.1f} % before, {accuracy(loaded.model, held):.1f} % after")
+    if os.environ.get("RANK", "0") == "0":  # of several processes one writes
+        _save(loaded, folder, out or folder.with_name(f"{folder.resolve().name}-finetuned"))
+
+
+def _recipe(optimizer: str, lr: float | None) -> ispasp.Sgd | ispasp.AdamW:
+    if optimizer not in ("sgd", "adamw"):
+        raise InputError(f"--optimizer {optimizer}: choose sgd or adamw")
+    recipe = ispasp.Sgd() if optimizer == "sgd" else ispasp.AdamW()
+    return recipe if lr is None else replace(recipe, lr=lr)
+
+
+def _check(loaded: Loaded, found: Examples) -> None:
+    """Labels beyond the model's outputs fail deep inside torch; say it here."""
+    batch = next(iter(found.loader(2, labelled=True)))  # raises if there are no labels
+    assert found.labels is not None  # noqa: S101
+    with evaluating(loaded.model):
+        scores = logits_of(run(loaded.model, batch if isinstance(batch, dict) else batch[0]))
+    highest = int(found.labels.max())
+    if scores.ndim == 2 and highest >= scores.shape[1]:
+        raise InputError(
+            f"{found.text} have labels up to {highest}, the model has {scores.shape[1]} outputs: pass data of its "
+            "classes"
+        )
+
+
+def _save(loaded: Loaded, folder: Path, target: Path) -> None:
+    ispasp.save(loaded.model, target, plan=loaded.plan)
+    if target.resolve() != folder.resolve():
+        for path in (folder / RESULT, *folder.glob("*token*"), *folder.glob("vocab*"), *folder.glob("merges.txt")):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+    typer.echo(f"wrote {target}")

@@ -1,0 +1,125 @@
+"""`ispasp prune`: a smaller model, its plan, and a report to open."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import ispasp
+from ispasp.cli import options as o
+from ispasp.cli.amounts import amount, looks_at_the_task, method_of
+from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, load_data, load_model, sizes
+from ispasp.cli.task import input_of, loss
+from ispasp.errors import InputError, SaveError
+from ispasp.report.html import html, roots
+
+_AMOUNT = "How much stays"
+_HOW = "How"
+
+
+def prune(
+    model: o.Model,
+    data: o.Data,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Fraction or number of units that stay in every hidden dimension (default 0.5), or GLOB=0.5; may be "
+            "repeated, the first glob that fits counts.",
+            rich_help_panel=_AMOUNT,
+        ),
+    ] = None,
+    macs: Annotated[str, typer.Option(help="Fraction or number of MACs that stay.", rich_help_panel=_AMOUNT)] = "",
+    params: Annotated[str, typer.Option(help="Same for parameters.", rich_help_panel=_AMOUNT)] = "",
+    recipe: Annotated[
+        str, typer.Option(help="A network of the paper, such as resnet34-2.69G.", rich_help_panel=_AMOUNT)
+    ] = "",
+    method: Annotated[
+        str, typer.Option(help="ispasp, l1, obs, ... or ispasp:iterations=40.", rich_help_panel=_HOW)
+    ] = "ispasp",
+    compensate: Annotated[str, typer.Option(help="dense, local or none.", rich_help_panel=_HOW)] = "dense",
+    order: Annotated[str, typer.Option(help="sequential, oneshot or global.", rich_help_panel=_HOW)] = "sequential",
+    recalibrate: Annotated[
+        bool, typer.Option("--recalibrate", help="Estimate BatchNorm statistics anew.", rich_help_panel=_HOW)
+    ] = False,
+    scope: o.Scope = "blocks",
+    kinds: o.Kinds = "neuron,filter,head",
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Glob of what stays whole; may be repeated.", rich_help_panel=o.WHAT)
+    ] = None,
+    round_to: Annotated[
+        int | None, typer.Option(help="Widths become multiples of this, such as 8.", min=1, rich_help_panel=_AMOUNT)
+    ] = None,
+    weights: o.Weights = "",
+    examples: o.ExampleCount = 256,
+    batch_size: o.BatchSize = 32,
+    size: o.ImageSize = None,
+    input_size: o.InputSize = "",
+    key: o.Key = "",
+    labels: o.Labels = "",
+    length: o.Length = 128,
+    seed: o.Seed = 0,
+    device: o.Device = "",
+    out: o.Out = Path("pruned"),
+    as_json: o.Json = False,
+) -> None:
+    """Prune a model with unlabelled data; write the model, plan.json, result.json and report.html."""
+    chosen: dict[str, Any] = {
+        "keep": amount(keep or (), macs, params, recipe),
+        "method": method_of(method),
+        "compensate": None if compensate == "none" else compensate,
+        "order": order,
+        "recalibrate": recalibrate,
+        "scope": scope,
+        "kinds": o.listed(kinds),
+        "skip": skip or (),
+        "round_to": round_to,
+    }
+    loaded = load_model(model, weights, seed=seed)
+    if loaded.plan is not None:
+        raise InputError(f"{model} is pruned already: prune the dense model again with another --keep")
+    wanted = Wanted(examples, size, sizes(input_size), key, labels, length, seed)
+    found = load_data(data, loaded, wanted)
+    warnings = (*loaded.warnings, *found.warnings)
+    o.warn(warnings)
+    result = _pruned(loaded, found, examples, batch_size, device, chosen)
+    told = {**json.loads(result.to_json()), "model": model, "command": _command(), "warnings": warnings}
+    _write(result, told, found, out)
+    typer.echo(json.dumps(told, indent=2) if as_json else str(result))
+    typer.echo(f"calibrated with {min(examples, found.count):,} of {found.text}", err=as_json)
+    o.warn(warnings)
+    typer.echo(f"wrote {out / 'report.html'}, plan.json, model.safetensors and {RESULT}", err=as_json)
+
+
+def _pruned(
+    loaded: Loaded, found: Examples, examples: int, batch_size: int, device: str, chosen: dict[str, Any]
+) -> ispasp.Result:
+    try:
+        loaded.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device} cannot be used ({error}): pass cpu or cuda") from error
+    task_method = looks_at_the_task(chosen["method"])  # it has no curves: each point would take the task anew
+    labelled = task_method and found.labels is not None
+    batches = found.loader(batch_size, numbers=found.some(examples), labelled=labelled)
+    task = {"loss": loss, "input_of": input_of} if labelled else {}
+    return ispasp.prune_(loaded.model, batches, curves=not task_method, **task, **chosen)
+
+
+def _write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Path) -> None:
+    ispasp.save(result, out)
+    try:
+        (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        (out / "report.html").write_text(html(told, roots(result.curves)), encoding="utf-8")
+        if found.tokenizer is not None:
+            found.tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise SaveError(f"cannot write to {out}: {error}") from error
+
+
+def _command() -> str:
+    return shlex.join(["ispasp", *sys.argv[1:]])

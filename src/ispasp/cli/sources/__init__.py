@@ -1,0 +1,9 @@
+"""Models, weights and data as users name them on the command line."""
+
+from ispasp.cli.sources.data import load_data, sizes
+from ispasp.cli.sources.examples import Examples, Wanted
+from ispasp.cli.sources.loaded import Loaded, with_options
+from ispasp.cli.sources.models import load_model
+from ispasp.cli.sources.saved import RESULT
+
+__all__ = ["RESULT", "Examples", "Loaded", "Wanted", "load_data", "load_model", "sizes", "with_options"]

@@ -1,0 +1,88 @@
+"""Arrays in an .npz file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ispasp.cli.sources.examples import Examples, Wanted
+from ispasp.cli.sources.images import normalised
+from ispasp.cli.sources.loaded import Loaded
+from ispasp.errors import InputError
+
+_LABELS = ("y", "labels", "label", "targets")
+
+
+def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
+    """The first array of the file, or the one that `--key` names; floats and token numbers as they are.
+
+    Bytes are taken for images: colours go first, and they are normalised as image files are. A Hugging Face model gets
+    all arrays that its forward knows by name.
+    """
+    arrays = _read(path)
+    key = wanted.key or next(iter(arrays))
+    labels = _labels(path, arrays, wanted, key)
+    names = [name for name in arrays if name in loaded.parameters and name != "labels"] if loaded.keyword else []
+    if not wanted.key and loaded.keyword in names:
+        chosen = {name: _tensor(arrays[name], loaded) for name in names}
+    else:
+        chosen = {"": _tensor(_array(path, arrays, key), loaded)}
+    first = next(iter(chosen.values()))
+    if not first.ndim or any(len(value) != len(first) for value in chosen.values()):
+        raise InputError(f"{path}: the first axis of {', '.join(chosen) or key} must count the examples")
+    if labels is not None and len(labels) != len(first):
+        raise InputError(f"{path} has {len(first)} examples and {len(labels)} labels: pass as many of each")
+
+    def read(numbers: Sequence[int]) -> Any:
+        index = torch.as_tensor(numbers)
+        if "" in chosen:
+            return loaded.call(chosen[""][index])
+        return loaded.complete({name: value[index] for name, value in chosen.items()})
+
+    return Examples(len(first), read, f"{len(first):,} examples in {path}", labels)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except Exception as error:
+        raise InputError(f"{path} cannot be read ({error}): write it with numpy.savez(path, x=...)") from error
+    if not arrays:
+        raise InputError(f"{path} holds no array: write it with numpy.savez(path, x=...)")
+    return arrays
+
+
+def _array(path: Path, arrays: dict[str, Any], key: str) -> Any:
+    if key not in arrays:
+        raise InputError(f"{path} has no array {key!r}: it has {', '.join(arrays)}")
+    return arrays[key]
+
+
+def _labels(path: Path, arrays: dict[str, Any], wanted: Wanted, key: str) -> Tensor | None:
+    name = wanted.labels or next((name for name in _LABELS if name in arrays and name != key), "")
+    if not name and key.startswith("x_"):  # x_train, y_train
+        name = next((other for other in arrays if other == f"y_{key[2:]}"), "")
+    if not name:
+        return None
+    values = _array(path, arrays, name)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InputError(f"{path}: {name!r} is {values.dtype} {values.shape}; labels are whole numbers (examples,)")
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _tensor(array: Any, loaded: Loaded) -> Tensor:
+    if array.dtype.kind not in "fiub":
+        raise InputError(f"an array of {array.dtype} is no input: pass numbers")
+    if array.dtype == np.uint8 and array.ndim == 4:
+        if array.shape[-1] in (1, 3) and array.shape[1] not in (1, 3):
+            array = np.moveaxis(array, -1, 1)
+        pixels = torch.from_numpy(np.ascontiguousarray(array))
+        return normalised(pixels, loaded.scale) if pixels.shape[1] == 3 else pixels.float() / 255
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.float() if array.dtype.kind == "f" else tensor.long()

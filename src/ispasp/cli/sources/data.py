@@ -1,0 +1,50 @@
+"""From what users type to examples: `random`, an image folder, .npz, text, `hf-dataset:NAME`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ispasp.cli.sources.arrays import from_npz
+from ispasp.cli.sources.examples import Examples, Wanted
+from ispasp.cli.sources.generated import generated
+from ispasp.cli.sources.images import from_images
+from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.texts import from_dataset, from_text
+from ispasp.errors import InputError
+
+_DATASET = "hf-dataset:"
+
+
+def load_data(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
+    """The examples that `spec` names, as this model takes them.
+
+    >>> from torch import nn
+    >>> load_data("random", Loaded(nn.Identity(), "identity"), Wanted(examples=4, input_size=(3,))).read([0, 1]).shape
+    torch.Size([2, 3])
+    """
+    if spec == "random":
+        return generated(loaded, wanted)
+    if spec.startswith(_DATASET):
+        return from_dataset(spec.removeprefix(_DATASET), loaded, wanted)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return from_images(path, loaded, wanted)
+    if not path.is_file():
+        raise InputError(
+            f"no data at {spec}: pass an image folder, an .npz or text file, hf-dataset:NAME, or random to try it out"
+        )
+    return from_npz(path, loaded, wanted) if path.suffix == ".npz" else from_text(path, loaded, wanted)
+
+
+def sizes(text: str) -> tuple[int, ...] | None:
+    """An input size such as 3x224x224.
+
+    >>> sizes("3x224x224"), sizes("64"), sizes("")
+    ((3, 224, 224), (64,), None)
+    """
+    if not text:
+        return None
+    parts = text.lower().replace(",", "x").split("x")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"--input-size {text}: pass whole numbers such as 3x224x224, without the batch")
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,58 @@
+"""A model from the user's own file: `path/to/file.py:factory`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from ispasp.errors import InputError
+
+
+def from_file(text: str) -> nn.Module:
+    """Run the file and call the factory in it; what goes wrong there is told with file and line.
+
+    >>> from_file("no_such_file.py:make")
+    Traceback (most recent call last):
+    ispasp.errors.InputError: no file no_such_file.py: pass path/to/file.py:factory
+    """
+    place, _, name = text.rpartition(":")
+    path = Path(place)
+    if not path.is_file():
+        raise InputError(f"no file {path}: pass path/to/file.py:factory")
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)  # as `python path/to/file.py` does, so that the file finds its neighbours
+    try:
+        module = _run(path)
+        if not callable(getattr(module, name, None)):
+            found = [
+                key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
+            ]
+            raise InputError(f"{path} has no function {name!r}: it has {', '.join(found) or 'none'}")
+        model = getattr(module, name)()
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise InputError(f"{where}: {type(error).__name__}: {error}: mend the file, then run this again") from error
+    finally:
+        sys.path.remove(folder)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{text} returns {type(model).__name__}: it must return a torch.nn.Module")
+    return model
+
+
+def _run(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"ispasp_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be imported: pass a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and the like look their module up
+    spec.loader.exec_module(module)
+    return module

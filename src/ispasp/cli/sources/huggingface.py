@@ -1,0 +1,95 @@
+"""Models and tokenizers of Hugging Face: from a folder, or by the name the user gives."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ispasp.errors import InputError, MissingExtraError
+from ispasp.experiments._torchvision import import_torchvision
+from ispasp.experiments.data.images import IMAGENET, Scale
+
+
+def transformers() -> Any:
+    """The package, quiet; torchvision first, for it imports that."""
+    if find_spec("torchvision") is not None:
+        import_torchvision()
+    try:
+        import transformers as package
+    except ImportError as error:
+        raise MissingExtraError("hf: needs transformers: pip install 'ispasp[transformers]'") from error
+    package.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    package.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it tells of every attempt to reach the hub
+    return package
+
+
+def hf_model(name: str, *, empty: bool = False) -> nn.Module:
+    """The model of a folder (nothing is fetched) or of a hub name, of the class that its config names.
+
+    `empty`: the weights come from elsewhere, so only the config is read.
+    """
+    package = transformers()
+    local = _local(name)
+    try:
+        config = package.AutoConfig.from_pretrained(name, local_files_only=local)
+        architectures = getattr(config, "architectures", None) or ["AutoModel"]
+        cls = getattr(package, architectures[0], package.AutoModel)
+        if empty:
+            return _from_config(cls, config)
+        model: nn.Module = cls.from_pretrained(name, local_files_only=local)
+    except Exception as error:
+        raise InputError(_unusable(name, error)) from error
+    return model.eval()
+
+
+def tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or hub name; one without padding pads with its end of text."""
+    if not name:
+        raise InputError("text needs a tokenizer: it is that of a Hugging Face model, so pass hf:FOLDER as the model")
+    try:
+        found = transformers().AutoTokenizer.from_pretrained(name, local_files_only=_local(name))
+    except Exception as error:
+        raise InputError(f"no tokenizer: {_unusable(name, error)}") from error
+    if found.pad_token is None:
+        found.pad_token = found.eos_token
+    return found
+
+
+def image_scale(name: str) -> Scale:
+    """Mean and deviation that an image model was trained with, if its folder says so; else ImageNet's.
+
+    >>> image_scale("no/such/folder") == IMAGENET
+    True
+    """
+    try:
+        told = json.loads((Path(name) / "preprocessor_config.json").read_text(encoding="utf-8"))
+        mean, deviation = (tuple(float(value) for value in told[key]) for key in ("image_mean", "image_std"))
+    except (OSError, ValueError, LookupError, TypeError):
+        return IMAGENET
+    return mean, deviation
+
+
+def _from_config(cls: Any, config: Any) -> nn.Module:
+    build = getattr(cls, "from_config", None) or cls._from_config
+    model: nn.Module = build(config)
+    return model.eval()
+
+
+def _local(name: str) -> bool:
+    if Path(name).is_dir():
+        return True
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise InputError(f"no folder {name}: pass hf:FOLDER, or the name of a model on the hub such as hf:gpt2")
+    return False
+
+
+def _unusable(name: str, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    remedy = "check the folder" if Path(name).is_dir() else "check the name and the network, or pass a local folder"
+    return f"hf:{name} cannot be loaded ({reason[:200]}): {remedy}"

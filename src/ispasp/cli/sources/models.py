@@ -1,0 +1,138 @@
+"""From what users type to a model: `torchvision:`, `timm:`, `hf:`, `ispasp:`, `path/to/file.py:factory`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ispasp.cli.sources.factory import from_file
+from ispasp.cli.sources.huggingface import hf_model, image_scale
+from ispasp.cli.sources.loaded import Loaded, with_options
+from ispasp.cli.sources.saved import is_saved, load_saved
+from ispasp.cli.sources.weights import fill
+from ispasp.errors import InputError, MissingExtraError
+from ispasp.experiments._torchvision import import_torchvision
+
+PRETRAINED = "pretrained"
+_FORMS = (
+    "torchvision:NAME, timm:NAME, hf:FOLDER_OR_NAME, path/to/file.py:factory, or a folder that `ispasp prune` wrote"
+)
+_IMAGE = (3, 224, 224)
+
+
+def load_model(spec: str, weights: str = "", *, dense: str = "", seed: int = 0) -> Loaded:
+    """Build the model that `spec` names, and fill it with the weights of a file.
+
+    `weights`: a file, "pretrained" (torchvision and timm then fetch theirs), or empty. `dense` names the dense model
+    of a pruned folder. Nothing is fetched but what is named.
+
+    >>> load_model("resnet34")
+    Traceback (most recent call last):
+    ispasp.errors.InputError: 'resnet34' names no model: pass torchvision:NAME, timm:NAME, ...
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _load(spec, weights, dense)
+
+
+def _load(spec: str, weights: str, dense: str) -> Loaded:
+    kind, _, rest = spec.partition(":")
+    folder = Path(rest if kind in ("ispasp", "hf") else spec)
+    if kind == "ispasp" or is_saved(folder):
+        if weights:
+            raise InputError(f"--weights beside {spec}: the folder holds its weights, so leave --weights out")
+        return load_saved(folder, dense, lambda text: _load(text, "", ""))
+    if kind in _BUILDERS:
+        built = _BUILDERS[kind](rest, weights)
+    elif spec.rpartition(":")[0].endswith(".py"):
+        built = Loaded(from_file(spec).eval(), spec)
+    else:
+        raise InputError(f"{spec!r} names no model: pass {_FORMS}")
+    if weights == PRETRAINED:
+        if kind not in ("torchvision", "timm"):
+            raise InputError(f"--weights pretrained is for torchvision: and timm:, not for {spec}: pass a file")
+    elif weights:
+        fill(built.model, Path(weights))
+    return built
+
+
+def _torchvision(text: str, weights: str) -> Loaded:
+    name, options = with_options(text)
+    try:
+        package = import_torchvision()
+    except ImportError as error:
+        raise MissingExtraError("torchvision: needs torchvision: pip install 'ispasp[vision]'") from error
+    models = package.models
+    _check_name("torchvision", name, models.list_models())
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        options.setdefault("weights_backbone", None)  # the default is to fetch them
+    model = _built(f"torchvision:{text}", lambda: models.get_model(name, weights=None, **options))
+    if weights == PRETRAINED:
+        url = models.get_model_weights(name).DEFAULT.url
+        state = _fetched(url, lambda: torch.hub.load_state_dict_from_url(url, map_location="cpu", weights_only=True))
+        _built(f"torchvision:{text}", lambda: model.load_state_dict(state) and model)
+    return Loaded(model.eval(), f"torchvision:{text}", _IMAGE, warnings=_untrained(f"torchvision:{text}", weights))
+
+
+def _timm(text: str, weights: str) -> Loaded:
+    name, options = with_options(text)
+    try:
+        import_torchvision()  # timm imports it
+        import timm
+    except ImportError as error:
+        raise MissingExtraError("timm: needs timm: pip install 'ispasp[vision]'") from error
+    _check_name("timm", name.partition(".")[0], timm.list_models())
+    fetch = weights == PRETRAINED
+    make: Callable[[], nn.Module] = lambda: timm.create_model(name, pretrained=fetch, **options)  # noqa: E731
+    model = _fetched(f"timm:{name}", make) if fetch else _built(f"timm:{text}", make)
+    told: Any = getattr(model, "pretrained_cfg", None) or {}
+    size = options.get("img_size")
+    channels = options.get("in_chans", 3)
+    shape = (channels, size, size) if isinstance(size, int) else tuple(told.get("input_size", _IMAGE))
+    scale = (tuple(told.get("mean", ())), tuple(told.get("std", ())))
+    loaded = Loaded(model.eval(), f"timm:{text}", shape, warnings=_untrained(f"timm:{text}", weights))
+    return loaded if not all(scale) else Loaded(loaded.model, loaded.spec, shape, scale, warnings=loaded.warnings)
+
+
+def _huggingface(name: str, weights: str) -> Loaded:
+    model = hf_model(name, empty=bool(weights))
+    size = getattr(model.config, "image_size", None)
+    channels = getattr(model.config, "num_channels", 3)
+    shape = (channels, size, size) if isinstance(size, int) else None
+    return Loaded(model, f"hf:{name}", shape, image_scale(name), tokenizer=name)
+
+
+_BUILDERS: dict[str, Callable[[str, str], Loaded]] = {"torchvision": _torchvision, "timm": _timm, "hf": _huggingface}
+
+
+def _built(what: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        raise InputError(f"{what} cannot be built: {type(error).__name__}: {error}: check its options") from error
+
+
+def _fetched(what: str, fetch: Callable[[], Any]) -> Any:
+    try:
+        return fetch()
+    except Exception as error:
+        raise InputError(f"{what} cannot be fetched ({type(error).__name__}): pass --weights FILE instead") from error
+
+
+def _check_name(package: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        near = get_close_matches(name, known, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"it has {len(known)}, such as {sorted(known)[0]}"
+        raise InputError(f"{package} has no model {name!r}: {hint}")
+
+
+def _untrained(spec: str, weights: str) -> tuple[str, ...]:
+    if weights:
+        return ()
+    return (f"{spec} has random weights: pass --weights FILE, or --weights pretrained to fetch trained ones.",)

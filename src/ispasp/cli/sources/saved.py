@@ -1,0 +1,63 @@
+"""A folder that `ispasp prune` wrote, as a model again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from ispasp.api.load import load
+from ispasp.cli.sources.huggingface import image_scale
+from ispasp.cli.sources.loaded import Loaded
+from ispasp.errors import InputError, SaveError
+from ispasp.types.plan import Plan
+
+RESULT = "result.json"  # what `Result.to_json` tells, the model as it was typed, and the command
+_SAFE = ("torchvision:", "timm:")  # a folder may name these; it may not name code to run
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder holds a pruned model.
+
+    >>> is_saved(Path("no/such/folder"))
+    False
+    """
+    return (folder / "plan.json").is_file()
+
+
+def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Loaded:
+    """The pruned model of a folder, with its plan. `dense` names the dense model if the folder cannot."""
+    if not is_saved(folder):
+        raise SaveError(f"{folder} has no plan.json: pass a folder that `ispasp prune` wrote")
+    plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    if not dense and (folder / "config.json").is_file():
+        return _loaded(Loaded(load(folder), f"ispasp:{folder}", scale=image_scale(str(folder))), folder, plan)
+    known = _made_from(folder)
+    if not dense and not known.startswith(_SAFE):
+        remedy = f"it was made from {known}" if known else "such as torchvision:resnet34"
+        raise InputError(f"{folder} does not hold the code of its model: pass --model, the dense one ({remedy})")
+    built = build(dense or known)
+    load(folder, built.model)
+    return _loaded(built, folder, plan)
+
+
+def _loaded(built: Loaded, folder: Path, plan: Plan) -> Loaded:
+    model: nn.Module = built.model.eval()
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    return Loaded(
+        model,
+        f"ispasp:{folder}",
+        built.input_size,
+        built.scale,
+        str(folder) if has_tokenizer else built.tokenizer,
+        plan=plan,
+    )
+
+
+def _made_from(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / RESULT).read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""

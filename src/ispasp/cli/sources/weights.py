@@ -1,0 +1,81 @@
+"""Weights from a file into a model: safetensors or a state dict, never anything that can run code."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ispasp.errors import InputError
+
+_WRAPPERS = ("state_dict", "model", "model_state_dict")  # under which training scripts store a state dict
+
+
+def fill(model: nn.Module, path: Path) -> None:
+    """Load the weights of a file into a model, strictly; a mismatch is one sentence about the first of its kind.
+
+    >>> fill(nn.Linear(2, 2), Path("no/such/file.safetensors"))
+    Traceback (most recent call last):
+    ispasp.errors.InputError: no weights at no/such/file.safetensors: pass --weights FILE, a safetensors file or ...
+    """
+    given = _unwrapped(_read(path))
+    expected = model.state_dict()
+    for name, tensor in given.items():
+        if name in expected and expected[name].shape != tensor.shape:
+            raise InputError(
+                f"{name!r} has shape {tuple(tensor.shape)} in {path}, {tuple(expected[name].shape)} in the model: "
+                "pass weights of this very model (its number of classes, too)"
+            )
+    ties = _ties(model)
+    missing = [name for name in expected if name not in given and not ties.get(name, set()) & set(given)]
+    unexpected = [name for name in given if name not in expected]
+    if missing or unexpected:
+        said = [
+            f"{what} {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for what, names in (("lacks", missing), ("has an unexpected", unexpected))
+            if names
+        ]
+        raise InputError(f"{path} {', and '.join(said)}: pass weights of this very {type(model).__name__}")
+    model.load_state_dict(given, strict=False)  # complete, but for the second names of tied tensors
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"no weights at {path}: pass --weights FILE, a safetensors file or a state dict (.pt, .pth)")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds more than tensors, which could run code when it is read: write it anew with "
+            "torch.save(model.state_dict(), path) or as safetensors"
+        ) from error
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{path} cannot be read as weights ({reason[:200]}): pass safetensors or a state dict"
+        ) from error
+
+
+def _unwrapped(found: Any) -> Mapping[str, Tensor]:
+    while isinstance(found, Mapping) and (key := next((k for k in _WRAPPERS if k in found), None)) is not None:
+        found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise InputError(f"the weights are a {type(found).__name__}, not a state dict: save model.state_dict()")
+    wrapped = bool(found) and all(name.startswith("module.") for name in found)  # as DataParallel writes them
+    return {name.removeprefix("module.") if wrapped else name: value for name, value in found.items()}
+
+
+def _ties(model: nn.Module) -> dict[str, set[str]]:
+    """Name -> all names of the same tensor; files may hold it under one of them."""
+    names: dict[int, set[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), set()).add(name)
+    return {name: group for group in names.values() for name in group}

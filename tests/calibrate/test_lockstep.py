@@ -1,0 +1,39 @@
+"""Sequential pruning in one pass equals the naive procedure that runs the network again for each layer."""
+
+from __future__ import annotations
+
+import pytest
+
+import ispasp
+from ispasp.types.plan import Plan
+from support.naive import Written, naive
+from support.written import NETWORKS
+
+KEEP = 0.34  # below one half, where i-SpaSP is not Top-K
+
+
+def plan(net: Written, method: str, **options: object) -> Plan:
+    options = {"compensate": None, "progress": False, **net.options, **options}
+    return ispasp.prune(net.build(), net.batches(), KEEP, method=method, **options).plan
+
+
+CASES = [(name, method) for name in NETWORKS for method in ("ispasp", "topk", "l1", "obs")]
+
+
+@pytest.mark.parametrize(("name", "method"), [c for c in CASES if "differ" not in c[0] or c[1] == "ispasp"])
+def test_lockstep_equals_naive(name: str, method: str) -> None:
+    net = NETWORKS[name]
+    assert plan(net, method).kept == naive(net, method, KEEP, "surgery")
+
+
+@pytest.mark.parametrize("name", ["inception", "densenet", "called twice", "heads"])
+def test_removing_and_masking_lead_to_the_same_decisions(name: str) -> None:
+    net = NETWORKS[name]
+    assert naive(net, "obs", KEEP, "masking") == naive(net, "obs", KEEP, "surgery")
+
+
+@pytest.mark.parametrize("name", ["mlp", "inception"])
+def test_the_order_matters_in_these_networks(name: str) -> None:
+    """Else lockstep would be right by accident."""
+    net = NETWORKS[name]
+    assert plan(net, "obs", order="oneshot").kept != naive(net, "obs", KEEP, "surgery")
