@@ -25,6 +25,7 @@ from ispasp.select import Selector
 from ispasp.types import Producer, Selection, Statistics
 
 Compensate = Literal["local", "dense"] | None
+Refitted = Literal["consumers", "all"]
 Pairs = Callable[[], Iterable[tuple[Batch, Any]]]  # what the model gets, and the batch it was taken from
 
 
@@ -43,6 +44,7 @@ class Job:
     memory: int | None = None
     loss: Loss | None = None
     pairs: Pairs = tuple
+    refit: Refitted = "consumers"
     progress: bool = False
     selections: dict[str, Selection] = field(default_factory=dict)
     refits: dict[int, Refit] = field(default_factory=dict)  # contraction -> what happened there
@@ -55,6 +57,8 @@ class Job:
         self.readers: list[Reader] = readers(self.survey.analysis, self.counts)
         self.readers_of = {name: [r for r in self.readers if name in r.names] for name in self.counts}
         self.tensors = named_tensors(self.model)
+        everything = self.refit == "all" and self.compensate == "dense"
+        self.stations = readers(self.survey.analysis, self.counts, others=True) if everything else self.readers
 
     @property
     def data_needs(self) -> set[str]:

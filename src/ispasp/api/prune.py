@@ -14,7 +14,7 @@ from ispasp.api.between import pruned_between
 from ispasp.api.budgets import budget_widths, error_curves
 from ispasp.api.copying import copied
 from ispasp.api.everywhere import ranked_together
-from ispasp.api.job import Compensate, Job
+from ispasp.api.job import Compensate, Job, Refitted
 from ispasp.api.oneshot import collect, compensate_locally
 from ispasp.api.proof import Proof
 from ispasp.api.recalibrate import recalibrate_
@@ -65,6 +65,7 @@ class Options:
     loss: Loss | None = None
     memory: int | None = None
     ridge: float = RIDGE
+    refit: Refitted = "consumers"
     timeout: float = 600.0
     optimizer: torch.optim.Optimizer | None = None
     progress: bool = True
@@ -75,6 +76,8 @@ class Options:
             raise InputError(f"compensate={self.compensate!r}: choose None, 'local' or 'dense'")
         if self.order not in ("sequential", "oneshot", "global"):
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
+        if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
+            raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
         if not self.ridge > 0:
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
         if self.memory is not None and not self.memory > 0:
@@ -84,7 +87,7 @@ class Options:
 
     def described(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
-        named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge")
+        named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit")
         keep = self.keep if isinstance(self.keep, (int, float)) else str(self.keep)
         plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
         return {"method": str(self.method), "keep": keep, **plain}
@@ -111,6 +114,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
       loss         loss(output, batch), a mean over the batch, for methods that look at the task
       curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
       memory       bytes that waiting activations may take; beyond, batches are run again for every layer
+      refit        "consumers" of what is pruned, or "all" layers from the first pruned one on (slower, a little better)
       ridge        of compensation, relative to the mean variance of the inputs
       timeout      seconds that a machine waits for the others (torch.distributed)
       progress     show a bar
@@ -225,6 +229,7 @@ class _Run:
             o.memory,
             o.loss,
             self._batches.pairs,
+            o.refit,
             o.progress,
         )
 

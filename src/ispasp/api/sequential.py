@@ -35,7 +35,7 @@ def sequential(job: Job, batches: Sequence[Batch], decided: Mapping[str, Selecti
     Returns whether all went in lockstep; where memory does not suffice the batches are run again for every layer.
     """
     walk = _Walk(job, batches, decided or {})
-    for reader in track(job.readers, "pruning", len(job.readers), show=job.progress):
+    for reader in track(job.stations, "pruning", len(job.stations), show=job.progress):
         walk.visit(reader)
     return isinstance(walk.source, Lockstep)
 
@@ -56,6 +56,8 @@ class _Walk:
         for name in job.counts:
             if name in reader.names and name not in job.selections:
                 job.decide(name, self._decided[name] if name in self._decided else self._select(name, reader))
+        if not job.selections:
+            return  # nothing is pruned yet, so there is nothing to make good for
         note = ""
         if job.compensate:
             where = self._over(reader, lambda ps: slot(reader, next(ps).circuit, job.model, job.tensors))
@@ -63,6 +65,8 @@ class _Walk:
                 self._compensate(reader, where)
                 return
             note = f"not compensated: {where.why_not}"
+        if not reader.names:
+            return
         with job.team.together(f"the error at {reader.path}"):
             lost, size = self._over(reader, lambda passages: _error(reader, next(passages)))
         lost, size = job.team.total(lost), job.team.total(size)

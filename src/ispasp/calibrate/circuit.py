@@ -100,6 +100,12 @@ def output_dim(node: fx.Node) -> int | None:
     return -1 if name in ("aten.linear.default", "aten.addmm.default") else None
 
 
+def caller(node: fx.Node, model: nn.Module) -> nn.Module | None:
+    """The module in whose own forward a node was traced."""
+    paths = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return model.get_submodule(paths[-1]) if paths else None
+
+
 @dataclass(eq=False)
 class Edits:
     """How the pruned network differs from the dense one: what consumers do not read, and new values.

@@ -91,13 +91,13 @@ def units_along(extent: Extent, name: str) -> Tensor:
     return torch.cat(parts)
 
 
-def readers(analysis: Analysis, wanted: Collection[str]) -> list[Reader]:
-    """Every contraction that reads one of these hidden dimensions, in the order of the graph."""
+def readers(analysis: Analysis, wanted: Collection[str], *, others: bool = False) -> list[Reader]:
+    """Every contraction that reads one of these hidden dimensions, in the order of the graph; with `others` all."""
     found = []
     order = {node: k for k, node in enumerate(analysis.trace.graph.nodes)}
     for number, contraction in enumerate(analysis.tracker.contractions):
         reader = Reader(number, _path(contraction), contraction, _extents(analysis, contraction, wanted))
-        if reader.names:
+        if reader.names or others:
             found.append(reader)
     return sorted(found, key=lambda reader: order[reader.contraction.node])
 

@@ -136,3 +136,47 @@ def cnn(
         lines = cnn_commands.sweep(settings, out, method or [], keep or [], compensate or [], quick=quick)
     for line in lines:
         typer.echo(line)
+
+
+@reproduce.command()
+def heads(
+    model: Annotated[
+        str, typer.Option(help="Folder of a pretrained Hugging Face model (paper: mBERT), or its name in ISPASP_DATA.")
+    ] = "all-MiniLM-L6-v2",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="sst2, snli, xnli, or a folder with train.tsv and test.tsv; may be repeated. Default: sst2 snli."
+        ),
+    ] = None,
+    language: Annotated[str | None, typer.Option(help="Files of one language only: en for dev-en.tsv.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for heads.csv, .png and .md; a run that was cut off goes on there.")
+    ] = Path("results"),
+    train: Annotated[int, typer.Option(help="Sentences to train on; 0 for all.", min=0)] = 6000,
+    tested: Annotated[int, typer.Option(help="Sentences to test on; 0 for all.", min=0)] = 2000,
+    trials: Annotated[int, typer.Option(help="Trials from one dense network.", min=1)] = 3,
+    length: Annotated[int, typer.Option(help="Longer texts are cut to so many tokens.", min=4)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version in under two minutes.")] = False,
+) -> None:
+    """Attention heads of a BERT: i-SpaSP, random, sensitivities; pruned and fine-tuned (Section 6.4, Appendix A.4)."""
+    from ispasp.experiments import heads as experiment
+    from ispasp.experiments import heads_report
+    from ispasp.experiments.heads_network import Settings
+
+    keeps, names = experiment.KEEPS, data or ["sst2", "snli"]
+    if quick:
+        keeps, names, trials = experiment.KEEPS[:1], names[:1], 1
+    for name in names:
+        settings = Settings(model, name, language, train, tested, length=length, seed=seed)
+        settings = experiment.quick(settings) if quick else settings
+        for row in experiment.run(settings, out, keeps, trials=trials):
+            right = [f"{value:.2f} %" for value in (row.accuracy, row.finetuned) if value is not None]
+            typer.echo(f"{row.data}, {row.method}, compensate {row.compensate}, keep {row.keep:g}, trial {row.trial}: "
+                       + (", then ".join(right) or row.note))  # fmt: skip
+    shown = "".join(f" --data {Path(name).name}" for name in names) + (f" --language {language}" if language else "")
+    command = f"ispasp reproduce heads --model {Path(model).name}{shown} --trials {trials}{' --quick' if quick else ''}"
+    paths = heads_report.write(out, command)
+    typer.echo(paths[-1].read_text(encoding="utf-8"))
+    typer.echo("wrote " + ", ".join(map(str, paths)))

@@ -76,7 +76,7 @@ def _check(sums: Sums, reader: Reader, batch: int) -> None:
 def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: float = RIDGE) -> Refit:
     """Fit the consumer's weight on the kept units to its target, and edit the network accordingly."""
     s, b0 = data.sums, data.bias
-    W0 = _matrix(_narrow(data.form.consumer, _kept(reader, edits)))
+    W0 = _matrix(_narrow(data.form.consumer, _kept(reader, edits, data.form.consumer)))
     fit = solve(s, W0, b0, intercept=bool(where.into), ridge=ridge)
     if fit.used:
         _write(reader, data, fit, where, edits)
@@ -90,8 +90,10 @@ def _note(fit: Fit, where: Slot) -> str:
     return {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
 
 
-def _kept(reader: Reader, edits: Edits) -> Tensor:
+def _kept(reader: Reader, edits: Edits, consumer: Consumer) -> Tensor:
     """Channels of the consumer that stay."""
+    if reader.number not in edits.cuts:
+        return torch.arange(consumer.channels)
     ((_, _, mask),) = edits.cuts[reader.number]
     return torch.nonzero(mask).flatten()
 
@@ -126,7 +128,7 @@ def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
 
 def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, edits: Edits, *, dense: bool) -> Sums:
     node = passage.circuit.contractions[reader.number]
-    kept = _kept(reader, edits)
+    kept = _kept(reader, edits, form.consumer)
     small = _narrow(form.consumer, kept)
     conv = isinstance(small, ConvConsumer)
     H = form.arrange(reader.activations(arguments))
@@ -168,8 +170,8 @@ def _with_skip(T: Tensor, passage: Passage, number: int) -> Tensor:
 
 
 def _write(reader: Reader, data: Gathered, fit: Fit, where: Slot, edits: Edits) -> None:
-    form, kept = data.form, _kept(reader, edits)
-    consumer = form.consumer
+    form, consumer = data.form, data.form.consumer
+    kept = _kept(reader, edits, consumer)
     assert form.restore is not None  # noqa: S101  # a slot was found
     kept = kept.to(consumer.weight.device)
     dtype = consumer.weight.dtype

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, fx, nn
 
-from ispasp.calibrate.circuit import Circuit
+from ispasp.calibrate.circuit import Circuit, caller
 from ispasp.calibrate.readers import Reader
 from ispasp.graph.analyse import owner
 
@@ -91,9 +91,8 @@ def _own(node: object, circuit: Circuit, tensors: Mapping[str, Tensor]) -> str:
 def _can_hold(model: nn.Module, weight: str, node: fx.Node) -> bool:
     """Whether the module is a plain linear or convolution layer built without a bias, and runs its own forward."""
     module = model.get_submodule(owner(weight))
-    callers = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    caller = model.get_submodule(callers[-1]) if callers else None
-    if caller is not module and not isinstance(caller, nn.MultiheadAttention):  # that one reads its layer's bias itself
+    by = caller(node, model)
+    if by is not module and not isinstance(by, nn.MultiheadAttention):  # that one reads its layer's bias itself
         return False
     plain = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d))
     own_code = type(module).forward.__module__.startswith("torch.")
