@@ -1,4 +1,4 @@
-"""Where the waiting batches do not fit into memory, each is run from the start for every layer: the result is the same."""
+"""Where waiting batches do not fit into memory, each is run from the start for every layer: the result is the same."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def fitted(
     groups: int = 1,
     intercept: bool = True,
 ) -> Solution:
-    """Minimise ||T - W X - b||^2 + lambda ||W - W0||^2, lambda = ridge x mean sum of squares of the inputs in a group."""
+    """Minimise ||T - W X - b||^2 + lambda ||W - W0||^2, lambda = ridge x mean sum of squares of a group's inputs."""
     dim = -1 if isinstance(layer, nn.Linear) else 1
     D, at = design(layer, inputs), channels(targets, dim)
     T = torch.cat([t.detach().flatten() for t in targets])

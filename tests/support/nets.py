@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ def alive(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
-    layers = [[nn.Linear(a, b, bias=bias), nn.ReLU()] for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [[nn.Linear(a, b, bias=bias), nn.ReLU()] for a, b in pairwise(widths)]
     return nn.Sequential(*[layer for pair in layers for layer in pair][:-1])
 
 

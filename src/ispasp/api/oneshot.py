@@ -56,8 +56,11 @@ def _read(reader: Reader, passage: Passage, needs: Collection[str], batch: int) 
         raise type(error)(f"hidden dimension {names}, read by {reader.path}, batch {batch}: {error}") from error
 
 
-def compensate_locally(job: Job, batches: Iterable[Batch]) -> None:
-    """Compensate every consumer for what it does not read any more, with the inputs of the dense network."""
+def compensate_locally(job: Job, batches: Iterable[Batch]) -> dict[int, str]:
+    """Compensate every consumer for what it does not read any more, with the inputs of the dense network.
+
+    Returns the readers that cannot be compensated, with the reason.
+    """
     found: dict[int, Gathered] = {}
     slots = {}
     with job.team.together("the compensation"):
@@ -78,3 +81,4 @@ def compensate_locally(job: Job, batches: Iterable[Batch]) -> None:
         job.refits[reader.number] = refit(reader, data, job.edits, where, ridge=job.ridge)
         if reader.number in job.edits.biases:
             job.gained[owner(where.weight)] = reader.number
+    return {number: where.why_not for number, where in slots.items() if not where.weight}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.api.job import Job
-from ispasp.calibrate.circuit import output_dim
+from ispasp.calibrate.circuit import Circuit, caller, output_dim
 from ispasp.calibrate.passage import Passage
-from ispasp.graph.analyse import owner
 from ispasp.graph.trace import Batch
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.verify import output_of, relative_error, tolerance
@@ -39,20 +38,17 @@ class Proof:
                 passage.advance(node)
                 self._at[reader.number] = self._kept_outputs(reader.number, passage.value(node))
             self._expected = tensors_in(passage.advance())
+        self._calls = _calls(passage.circuit, job)
 
     def compare(self, model: nn.Module) -> tuple[float, float, dict[str, float]]:
         """Relative error of the pruned module's output, its limit, and the certificate of each hidden dimension."""
-        paths = {r.number: owner(sorted(r.contraction.parameters)[0]) for r in self._job.readers}
-        with _watching(model, {p for p in paths.values() if _is_one_product(model.get_submodule(p))}) as seen:
+        with _watching({layer for layer, _ in self._calls.values()}) as seen:
             found = output_of(model, self._example)
         error, limit = relative_error(found, self._expected), tolerance(self._expected)
-        calls: dict[str, int] = {}
-        errors: dict[int, float] = {}
-        for number, path in paths.items():
-            call = calls.get(path, 0)
-            calls[path] = call + 1
-            mine = seen.get(path, [])
-            errors[number] = _difference(mine[call], self._at[number]) if call < len(mine) else error
+        errors = dict.fromkeys(self._at, error)
+        for number, (layer, call) in self._calls.items():
+            if call < len(seen.get(layer, ())):
+                errors[number] = _difference(seen[layer][call], self._at[number])
         readers_of = self._job.readers_of
         return error, limit, {name: max(errors[r.number] for r in readers_of[name]) for name in readers_of}
 
@@ -67,6 +63,20 @@ class Proof:
         return y.index_select(channel, torch.nonzero(mask).flatten().to(y.device))
 
 
+def _calls(circuit: Circuit, job: Job) -> dict[int, tuple[nn.Module, int]]:
+    """For each reader that is the product of a layer: the layer, and which of its calls that is."""
+    readers = {circuit.contractions[r.number]: r.number for r in job.readers}
+    counts: dict[nn.Module, int] = {}
+    found = {}
+    for node in circuit.order:
+        layer = caller(node, job.model)
+        if layer is not None and _is_one_product(layer) and output_dim(node) is not None:
+            if node in readers:
+                found[readers[node]] = (layer, counts.get(layer, 0))
+            counts[layer] = counts.get(layer, 0) + 1
+    return found
+
+
 def _is_one_product(module: nn.Module) -> bool:
     """Whether a module's output is the product with its weight: a linear layer or a convolution."""
     return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
@@ -79,17 +89,14 @@ def _difference(found: Any, expected: Tensor) -> float:
 
 
 @contextmanager
-def _watching(model: nn.Module, paths: set[str]) -> Iterator[dict[str, list[Any]]]:
-    """Outputs of these modules, call by call."""
-    seen: dict[str, list[Any]] = {}
+def _watching(layers: set[nn.Module]) -> Iterator[dict[nn.Module, list[Any]]]:
+    """Outputs of these layers, call by call."""
+    seen: dict[nn.Module, list[Any]] = {}
 
-    def record(path: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            seen.setdefault(path, []).append(output.clone() if isinstance(output, Tensor) else output)
+    def hook(layer: nn.Module, _args: Any, output: Any) -> None:
+        seen.setdefault(layer, []).append(output.clone() if isinstance(output, Tensor) else output)
 
-        return hook
-
-    handles = [model.get_submodule(path).register_forward_hook(record(path)) for path in sorted(paths)]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
         yield seen
     finally:

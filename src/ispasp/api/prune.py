@@ -127,7 +127,8 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     chosen = Options(keep, **options)  # wrong options are told before a large model is copied
-    return _prune_(copied(model), batches, chosen)
+    with torch.inference_mode(False):  # what is made in inference mode could never be trained
+        return _prune_(copied(model), batches, chosen)
 
 
 def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
@@ -141,7 +142,8 @@ def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-    return _prune_(model, batches, Options(keep, **options))
+    with torch.inference_mode(False):
+        return _prune_(model, batches, Options(keep, **options))
 
 
 def _prune_(model: nn.Module, batches: Iterable[Any], options: Options) -> Result:
@@ -260,10 +262,11 @@ class _Run:
             return
         for name in job.counts:
             job.decide(name, decided[name])
-        if job.compensate == "local":
-            compensate_locally(job, self._batches.again())
+        left = compensate_locally(job, self._batches.again()) if job.compensate == "local" else {}
         measured = replace(job, compensate=None, selections={}, refits={}, progress=False)
         sequential(measured, [self._batches.first], decided)
+        for number, why in left.items():
+            measured.refits[number] = replace(measured.refits[number], note=f"not compensated: {why}")
         job.refits = {**measured.refits, **job.refits}
 
     def _share(self, job: Job) -> None:

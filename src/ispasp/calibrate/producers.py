@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from ispasp.calibrate.circuit import execute, output_dim
 from ispasp.calibrate.readers import units_along
-from ispasp.graph.analyse import Analysis
+from ispasp.graph.analyse import Analysis, owner
 from ispasp.graph.tails import tail
 from ispasp.graph.values import Contraction, Value
 from ispasp.types import Producer
@@ -24,6 +24,22 @@ def producers(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> t
             producer = _producer(analysis, contraction, name, tensors)
             if producer is not None:
                 found.append(producer)
+    return tuple(found) or _tables(analysis, name, tensors)
+
+
+def _tables(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> tuple[Producer, ...]:
+    """The embeddings that make a hidden dimension which no product makes."""
+    (paths,) = (item.producers for item in analysis.found if item.name == name)
+    in_products = {parameter for contraction in analysis.tracker.contractions for parameter in contraction.parameters}
+    found = []
+    for parameter, value in analysis.tensors.items():
+        if parameter in in_products or (owner(parameter) or parameter) not in paths or len(value.axes) < 2:
+            continue
+        for dim, axis in enumerate(value.axes):
+            extent = analysis.extent(axis)
+            if name in names_in(extent):
+                rows = tensors[parameter].detach().movedim(dim, 0).flatten(1)
+                found.append(Producer(rows, units_along(extent, name).to(rows.device)))
     return tuple(found)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from ispasp.calibrate.batches import signature
+from ispasp.calibrate.batchwise import any_number_of_examples
 from ispasp.calibrate.circuit import Circuit
 from ispasp.errors import InputError
 from ispasp.graph.analyse import Analysis, tracked
@@ -25,11 +27,16 @@ class Circuits:
         self._model = model
         self._analysis = analysis
         nodes = {number: c.node for number, c in enumerate(analysis.tracker.contractions)}
-        self._known: dict[Any, Circuit] = {signature(example): Circuit(analysis.trace, nodes)}
+        self._first = Circuit(analysis.trace, nodes)
+        self._known: dict[Any, Circuit] = {signature(example): self._first}
+        self._like = _ignoring_examples(example)
+        self._fits_any = any_number_of_examples(analysis.trace.graph)
 
     def of(self, batch: Batch) -> Circuit:
         """The circuit for batches of this shape."""
         key = signature(batch)
+        if key not in self._known and self._fits_any and _ignoring_examples(batch) == self._like:
+            self._known[key] = self._first
         if key not in self._known:
             traced = trace(self._model, batch)
             self._known[key] = Circuit(traced, self._by_name(traced) or self._by_order(traced, batch))
@@ -52,3 +59,9 @@ class Circuits:
                 "calibrate with batches of one shape"
             )
         return {number: c.node for number, c in enumerate(new)}
+
+
+def _ignoring_examples(batch: Batch) -> tuple[Any, ...]:
+    """The signature without the number of examples, the size of every tensor's first dimension."""
+    cut = pytree.tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
+    return signature(cut)

@@ -14,7 +14,7 @@ import typer
 import ispasp
 from ispasp.cli import options as o
 from ispasp.cli.amounts import amount, looks_at_the_task, method_of
-from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, load_data, load_model, sizes
+from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, is_saved, load_data, load_model, sizes
 from ispasp.cli.task import input_of, loss
 from ispasp.errors import InputError, SaveError
 from ispasp.report.html import html, roots
@@ -80,9 +80,9 @@ def prune(
         "skip": skip or (),
         "round_to": round_to,
     }
-    loaded = load_model(model, weights, seed=seed)
-    if loaded.plan is not None:
+    if is_saved(Path(model.partition(":")[2])) or is_saved(Path(model)):
         raise InputError(f"{model} is pruned already: prune the dense model again with another --keep")
+    loaded = load_model(model, weights, seed=seed)
     wanted = Wanted(examples, size, sizes(input_size), key, labels, length, seed)
     found = load_data(data, loaded, wanted)
     warnings = (*loaded.warnings, *found.warnings)

@@ -165,9 +165,9 @@ def heads(
     from ispasp.experiments import heads_report
     from ispasp.experiments.heads_network import Settings
 
-    keeps, names = experiment.KEEPS, data or ["sst2", "snli"]
+    keeps, names = list(experiment.KEEPS), data or ["sst2", "snli"]
     if quick:
-        keeps, names, trials = experiment.KEEPS[:1], names[:1], 1
+        keeps, names, trials = keeps[:1], names[:1], 1
     for name in names:
         settings = Settings(model, name, language, train, tested, length=length, seed=seed)
         settings = experiment.quick(settings) if quick else settings

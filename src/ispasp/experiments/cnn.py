@@ -54,7 +54,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One pruned network; accuracy: percent of the test images. Where a method cannot run, `note` says why."""
+    """One pruned network. Where a method cannot run, `note` says why.
+
+    `accuracy`: percent of the test images; `cpu_s`: processor time of pruning, all threads together.
+    """
 
     model: str
     data: str
@@ -67,7 +70,7 @@ class Row:
     accuracy: float | None
     macs: float | None
     params: float | None
-    pruning_s: float | None
+    cpu_s: float | None
     note: str = ""
 
     @property
@@ -141,7 +144,7 @@ def _blank(settings: Settings) -> Row:
 
 def _row(settings: Settings, model: nn.Module, images: Images, method: str, compensate: str, keep: float) -> Row:
     row = replace(_blank(settings), method=method, compensate=compensate, keep=keep)
-    started = time.perf_counter()
+    started = time.process_time()
     if method == DENSE:
         cost = survey(model, images.x[:2]).cost()
         return replace(row, accuracy=_top1(model, images, settings), macs=cost.dense_macs, params=cost.dense_params)
@@ -149,9 +152,9 @@ def _row(settings: Settings, model: nn.Module, images: Images, method: str, comp
         result = _pruned(settings, model, images, method, compensate, keep)
     except IspaspError as error:
         return replace(row, note=str(error))
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     right = _top1(result.model, images, settings)
-    return replace(row, accuracy=right, macs=result.cost.macs, params=result.cost.params, pruning_s=seconds)
+    return replace(row, accuracy=right, macs=result.cost.macs, params=result.cost.params, cpu_s=seconds)
 
 
 def _pruned(settings: Settings, model: nn.Module, images: Images, method: str, compensate: str, keep: float) -> Result:

@@ -234,7 +234,7 @@ def summary(rows: list[Stage], training: Training, command: str) -> str:
     """The stages as Markdown.
 
     >>> row = Stage("resnet34", "imagenet", "resnet34-2.69G", "", 1, "layer1.1.conv1", 26, 64, 70.0, 72.0, 3.5e9, 2.1e7)
-    >>> print(summary([row], Training(), "ispasp reproduce cnn --pipeline").splitlines()[-2])
+    >>> print(summary([row], Training(), "ispasp reproduce cnn --pipeline").splitlines()[-1])
     | 1 | layer1.1.conv1 | 26 of 64 | 70.00 | 72.00 | 3,500.0 | 21.000 |
     """
     t = training

@@ -108,8 +108,8 @@ def _section(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"## {data}",
         "",
-        f"Settings: `{rows[0].settings}`; {trials} trial{'s' if trials > 1 else ''} from one dense network, mean"
-        f" {'and standard deviation' if trials > 1 else 'of one'}; accuracy in percent. epochs: before pruning + after.",
+        f"Settings: `{rows[0].settings}` (epochs: before pruning + after it). Accuracy in percent,"
+        f" {f'mean and standard deviation of {trials} trials from one dense network' if trials > 1 else 'one trial'}.",
         "",
         *([] if full is None else [f"Dense network: {full:.2f} %.", ""]),
         "| method | keep | pruned | fine-tuned again | paper, fine-tuned |",

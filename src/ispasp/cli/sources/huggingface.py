@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ispasp.cli.sources.loaded import Loaded
 from ispasp.errors import InputError, MissingExtraError
 from ispasp.experiments._torchvision import import_torchvision
 from ispasp.experiments.data.images import IMAGENET, Scale
@@ -27,6 +28,13 @@ def transformers() -> Any:
     package.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it tells of every attempt to reach the hub
     return package
+
+
+def described(model: Any, spec: str, folder: str) -> Loaded:
+    """A Hugging Face model with what its config and its folder say about its inputs."""
+    size = getattr(model.config, "image_size", None)
+    shape = (getattr(model.config, "num_channels", 3), size, size) if isinstance(size, int) else None
+    return Loaded(model.eval(), spec, shape, image_scale(folder), tokenizer=folder)
 
 
 def hf_model(name: str, *, empty: bool = False) -> nn.Module:

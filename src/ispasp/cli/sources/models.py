@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ispasp.cli.sources.factory import from_file
-from ispasp.cli.sources.huggingface import hf_model, image_scale
+from ispasp.cli.sources.huggingface import described, hf_model
 from ispasp.cli.sources.loaded import Loaded, with_options
 from ispasp.cli.sources.saved import is_saved, load_saved
 from ispasp.cli.sources.weights import fill
@@ -101,11 +101,7 @@ def _timm(text: str, weights: str) -> Loaded:
 
 
 def _huggingface(name: str, weights: str) -> Loaded:
-    model = hf_model(name, empty=bool(weights))
-    size = getattr(model.config, "image_size", None)
-    channels = getattr(model.config, "num_channels", 3)
-    shape = (channels, size, size) if isinstance(size, int) else None
-    return Loaded(model, f"hf:{name}", shape, image_scale(name), tokenizer=name)
+    return described(hf_model(name, empty=bool(weights)), f"hf:{name}", name)
 
 
 _BUILDERS: dict[str, Callable[[str, str], Loaded]] = {"torchvision": _torchvision, "timm": _timm, "hf": _huggingface}

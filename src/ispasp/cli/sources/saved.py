@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from ispasp.api.load import load
-from ispasp.cli.sources.huggingface import image_scale
+from ispasp.cli.sources.huggingface import described, transformers
 from ispasp.cli.sources.loaded import Loaded
 from ispasp.errors import InputError, SaveError
 from ispasp.types.plan import Plan
@@ -33,27 +32,15 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
         raise SaveError(f"{folder} has no plan.json: pass a folder that `ispasp prune` wrote")
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     if not dense and (folder / "config.json").is_file():
-        return _loaded(Loaded(load(folder), f"ispasp:{folder}", scale=image_scale(str(folder))), folder, plan)
+        transformers()  # says what is missing, and imports torchvision in the way that works everywhere
+        return replace(described(load(folder), f"ispasp:{folder}", str(folder)), plan=plan)
     known = _made_from(folder)
     if not dense and not known.startswith(_SAFE):
         remedy = f"it was made from {known}" if known else "such as torchvision:resnet34"
         raise InputError(f"{folder} does not hold the code of its model: pass --model, the dense one ({remedy})")
     built = build(dense or known)
     load(folder, built.model)
-    return _loaded(built, folder, plan)
-
-
-def _loaded(built: Loaded, folder: Path, plan: Plan) -> Loaded:
-    model: nn.Module = built.model.eval()
-    has_tokenizer = any(folder.glob("tokenizer*"))
-    return Loaded(
-        model,
-        f"ispasp:{folder}",
-        built.input_size,
-        built.scale,
-        str(folder) if has_tokenizer else built.tokenizer,
-        plan=plan,
-    )
+    return replace(built, spec=f"ispasp:{folder}", warnings=(), plan=plan)
 
 
 def _made_from(folder: Path) -> str:

@@ -1,0 +1,87 @@
+"""Compensation never makes the fitted error worse, on any network."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import ispasp
+from support.naive import Written
+from support.networks import Network, networks
+from support.written import NETWORKS
+
+fuzz = settings(
+    max_examples=int(os.environ.get("ISPASP_EXAMPLES", "12")),
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "compensate": st.sampled_from(["dense", "local"]),
+        "order": st.sampled_from(["sequential", "oneshot"]),
+        "scope": st.sampled_from(["blocks", "all"]),
+        "keep": st.sampled_from([0.3, 0.6]),
+        "method": st.sampled_from(["ispasp", "l1"]),
+        "memory": st.sampled_from([None, 1]),
+    }
+)
+
+
+def check(result: ispasp.Result) -> None:
+    for layer in result.layers:
+        assert (layer.relative_error is None) == (layer.uncompensated_error is None)
+        if layer.relative_error is not None:
+            assert 0 <= layer.relative_error <= layer.uncompensated_error * (1 + 1e-9) + 1e-12, layer
+        assert layer.certificate < 1e-8, layer
+    assert result.verified < 1e-9
+    assert result.cost.params == sum(p.numel() for p in result.model.parameters())
+
+
+@given(networks(), OPTIONS)
+@fuzz
+def test_random_networks(network: Network, options: dict[str, object]) -> None:
+    dense = copy.deepcopy(network.model)
+    try:
+        result = ispasp.prune(network.model, [network.batch], progress=False, **options)
+    except ispasp.NothingToPruneError:
+        assume(False)
+        raise
+    except ispasp.SurgeryError:
+        assume(not network.stubborn)  # sizes stand in the code of its forward
+        raise
+    check(result)
+    same = zip(network.model.state_dict().values(), dense.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
+@pytest.mark.parametrize("order", ["sequential", "oneshot"])
+@pytest.mark.parametrize("compensate", ["local", "dense"])
+@pytest.mark.parametrize("name", ["resnet", "streams of an mlp", "densenet", "heads"])
+def test_every_way_to_compensate_helps(name: str, compensate: str, order: str) -> None:
+    net: Written = NETWORKS[name]
+    options = {"keep": 0.6, "progress": False, "order": order, **net.options}
+    result = ispasp.prune(net.build(), net.batches(), compensate=compensate, **options)
+    check(result)
+    assert (
+        sum(layer.relative_error < 0.95 * layer.uncompensated_error for layer in result.layers)
+        >= len(result.layers) - 1
+    )
+
+
+def test_where_no_fit_is_better_the_weight_stays_and_the_report_says_so() -> None:
+    g = torch.Generator().manual_seed(0)  # small whole numbers: nothing is rounded
+    dense = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3)).double()
+    for parameter in dense.parameters():
+        parameter.data = torch.randint(-3, 4, parameter.shape, generator=g).double()
+    dense[0].weight.data[3:] = 0.0
+    dense[0].bias.data[3:] = -1.0  # three units that never fire
+    x = torch.randint(-3, 4, (64, 4), generator=g).double()
+    result = ispasp.prune(dense, [x], {"0": [0, 1, 2]}, progress=False)
+    assert result.layers[0].notes == ("2: not compensated: no better fit",)
+    assert torch.equal(result.model[2].weight, dense[2].weight[:, :3])
+    assert result.layers[0].relative_error == result.layers[0].uncompensated_error == 0.0

@@ -1,0 +1,182 @@
+"""The report: one page, well formed, self-contained, and true to what it is given."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ispasp
+from ispasp.report.html import html, roots
+from ispasp.report.html_svg import bar, ceiling, curve, dumbbell, skyline
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+NASTY = "<b>&\"'</script><script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Reads a page; `open` must be empty at its end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    layer = {
+        "name": "fc1",
+        "kind": "neuron",
+        "units": 8,
+        "kept": 2,
+        "iterations": 3,
+        "relative_error": 0.125,
+        "certificate": 2e-7,
+        "uncompensated_error": 0.5,
+        "notes": [],
+    }
+    told = {
+        "settings": {"method": "ispasp", "keep": 0.25, "compensate": "dense", "order": "sequential", "round_to": None},
+        "verified": 3e-7,
+        "cost": {"params": 3000, "macs": 40_000, "dense_params": 12_000, "dense_macs": 80_000},
+        "layers": [layer, {**layer, "name": "fc2", "kept": 8}],
+        "frozen": [{"name": "head", "reason": "reaches the model output", "node": "addmm_2"}],
+        "plan": {"model": "Net"},
+    }
+    return {**told, **changes}
+
+
+def test_the_page_tells_what_it_was_given() -> None:
+    curves = {"fc1": ((1, 4, 8), (0.9, 0.4, 0.0))}
+    text = html({**result(), "command": "ispasp prune a.py:net --keep 0.25", "warnings": ["mind the gap"]}, curves)
+    page = Page(text)
+    assert page.open == []
+    said = " ".join(" ".join(page.words).split())
+    for wanted in ("Net, pruned", "3,000", "25.0", "12.5", "50.0", "3e-07", "2e-07", "fc1", "reaches the model output",
+                   "addmm_2", "ispasp prune a.py:net --keep 0.25", "mind the gap", "compensated towards"):  # fmt: skip
+        assert wanted in said, wanted
+    assert "Error against kept units" in said
+    assert "Error against kept units" not in html(result(), {})
+
+
+def test_the_page_needs_nothing_from_outside() -> None:
+    text = html(result(), {"fc1": ((1, 8), (0.9, 0.0))})
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
+    assert not any(name in ("src", "href", "srcset", "action") for _, attrs in page.tags for name in attrs)
+    assert not re.search(r"url\(|@import|https?://|//", text)
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv"))
+    assert policy is not None and "default-src 'none'" in policy
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_drawings_are_well_formed() -> None:
+    text = html(result(), {"fc1": ((1, 4, 8), (0.9, 0.4, 0.0)), "other": ((1,), (0.0,))})
+    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawings) > 6
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)  # noqa: S314
+
+
+@pytest.mark.parametrize("where", ["name", "kind", "notes", "reason", "node", "setting", "command", "model", "warning"])
+def test_no_text_becomes_markup(where: str) -> None:
+    told = result()
+    layer, frozen = told["layers"][0], told["frozen"][0]
+    if where in ("name", "kind"):
+        layer[where] = NASTY
+    elif where == "notes":
+        layer["notes"] = [NASTY]
+    elif where in ("reason", "node"):
+        frozen[where] = NASTY
+    elif where == "setting":
+        told["settings"][NASTY] = NASTY
+    else:
+        told.update({"command": NASTY, "model": NASTY, "warnings": [NASTY]})
+    text = html(told, {layer["name"]: ((1, 8), (0.5, 0.0))})
+    page = Page(text)
+    assert page.open == []
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert NASTY in unescape(text)
+
+
+def test_missing_and_broken_numbers_are_dashes() -> None:
+    layer = {"name": "fc", "kind": "neuron", "units": 4, "kept": 1, "relative_error": None, "certificate": float("nan"),
+             "uncompensated_error": float("inf")}  # fmt: skip
+    text = html(result(layers=[layer], verified=float("nan")), {"fc": ((1, 2, 4), (float("nan"), 0.5, 0.0))})
+    assert "nan" not in text.lower().replace("nance", "")
+    assert Page(text).open == []
+    assert "No layer lost a unit" in html(result(layers=[], frozen=[]))
+
+
+def test_real_results_are_drawn() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 2))
+    done = ispasp.prune(net, [torch.rand(32, 6)], keep=0.25, curves=True, progress=False)
+    text = html(json.loads(done.to_json()), roots(done.curves))
+    assert Page(text).open == []
+    assert text.count('class="here"') == 2  # the chosen width in each curve
+    for layer in done.layers:
+        assert f"{layer.kept} of {layer.units} units stay" in text
+
+
+@given(st.integers(1, 5000), st.data())
+def test_a_bar_is_filled_as_far_as_units_stay(units: int, data: st.DataObject) -> None:
+    kept = data.draw(st.integers(1, units))
+    track, filled = (float(w) for w in re.findall(r'<rect[^>]*? width="([\d.]+)"', bar(kept, units, units)))
+    assert filled == pytest.approx(max(2.0, track * kept / units), abs=0.1)
+
+
+@given(st.floats(1e-6, 1e9))
+def test_an_axis_ends_a_little_above_the_largest_value(value: float) -> None:
+    top = ceiling(value)
+    assert value <= top * (1 + 1e-6)
+    assert top <= 2 * value * (1 + 1e-6)
+
+
+@given(st.lists(st.floats(0, 2), min_size=2, max_size=20), st.data())
+def test_points_of_a_curve_stay_inside_its_frame(errors: list[float], data: st.DataObject) -> None:
+    kept = sorted(data.draw(st.sets(st.integers(1, 999), min_size=len(errors), max_size=len(errors))))
+    drawing = ElementTree.fromstring(curve(kept, errors, data.draw(st.sampled_from(kept)), top=1.0))  # noqa: S314
+    _, _, wide, high = map(float, drawing.attrib["viewBox"].split())
+    line = next(e for e in drawing.iter() if e.tag == "polyline").attrib["points"]
+    points = [tuple(map(float, p.split(","))) for p in line.split()]
+    assert len(points) == len(errors)
+    assert all(0 <= x <= wide and 0 <= y <= high for x, y in points)
+    dot = next(e for e in drawing.iter() if e.tag == "circle")
+    assert (float(dot.attrib["cx"]), float(dot.attrib["cy"])) in points
+
+
+def test_a_dumbbell_and_a_skyline_keep_the_order_of_their_numbers() -> None:
+    ring, dot = (float(x) for x in re.findall(r'cx="([\d.]+)"', dumbbell(0.4, 0.1, 0.5)))
+    assert dot < ring
+    many = skyline([{"name": f"l{i}", "units": 64, "kept": i % 64 + 1} for i in range(200)])
+    heights = [float(h) for h in re.findall(r'class="kept"[^>]*? height="([\d.]+)"', many)]
+    assert len(heights) == 200
+    assert heights[3] < heights[30] < heights[60]
+    assert roots({"fc": ((1, 2), (0.25, -1e-12))}) == {"fc": ((1, 2), [0.5, 0.0])}
