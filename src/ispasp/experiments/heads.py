@@ -59,7 +59,7 @@ class Row:
 
 def quick(settings: Settings) -> Settings:
     """Few sentences: under two minutes with one size."""
-    return replace(settings, train=1200, tested=200, examples=64, epochs=1.0, batch=16, length=32)
+    return replace(settings, train=800, tested=200, examples=64, epochs=1.0, batch=16, length=32)
 
 
 def run(

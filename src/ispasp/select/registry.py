@@ -41,8 +41,8 @@ def methods() -> list[str]:
     """Names of all selectors.
 
     >>> methods()
-    ['ispasp', 'topk', 'random', 'l1', 'l2', 'fpgm', 'slimming', 'taylor', 'thinet', 'gfs', 'gfs-local', 'lasso', 'cosamp',
-     'obs']
+    ['ispasp', 'topk', 'random', 'l1', 'l2', 'fpgm', 'slimming', 'taylor', 'thinet', 'gfs', 'gfs-local', 'lasso',
+     'cosamp', 'obs']
     """
     return list(_METHODS)
 
