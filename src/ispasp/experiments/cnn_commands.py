@@ -9,7 +9,7 @@ from pathlib import Path
 from ispasp.errors import InputError
 from ispasp.experiments import cnn, cnn_pipeline, cnn_report
 
-_QUICK = cnn_pipeline.Training(between=0.02, final=0.05, batch=32)
+_QUICK = cnn_pipeline.Training(between=0.002, final=0.01, batch=32)
 
 
 def sweep(

@@ -48,7 +48,7 @@ def summary(rows: Sequence[Row], command: str, figure: str) -> str:
     """Markdown: one table of accuracies, the sizes, and what they say.
 
     >>> row = Row("net", "cifar10", 64, 0, 0, "l1", "none", 0.5, 88.0, 5e6, 1e5, 1.0)
-    >>> "| l1 | 88.0 |" in summary([row], "ispasp reproduce cnn", "cnn-cifar10.png")
+    >>> "| l1 | **88.0** |" in summary([row], "ispasp reproduce cnn", "cnn-cifar10.png")
     True
     """
     first, dense = rows[0], next((r for r in rows if r.method == DENSE), None)

@@ -50,8 +50,8 @@ def append_row(path: Path, row: Any) -> None:
     >>> from tempfile import TemporaryDirectory
     >>> @dataclass
     ... class Point:
-    ...     name: "str"
-    ...     error: "float | None"
+    ...     name: str
+    ...     error: float | None
     >>> with TemporaryDirectory() as folder:
     ...     append_row(Path(folder) / "points.csv", Point("a", None)); read_rows(Path(folder) / "points.csv", Point)
     [Point(name='a', error=None)]

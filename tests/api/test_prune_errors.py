@@ -1,0 +1,173 @@
+"""What cannot be done is told: what was given, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ispasp
+from support.nets import ResNet, alive, mlp
+
+X = torch.randn(20, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def net() -> nn.Module:
+    return alive(mlp(6, 10, 8, 3))
+
+
+def told(batches: Any, model: nn.Module | None = None, **options: Any) -> str:
+    model = net() if model is None else model
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ispasp.IspaspError) as raised:
+        ispasp.prune_(model, batches, **{"progress": False, **options})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+class OnlyOnce:
+    """An iterable that has nothing left when it is gone through a second time."""
+
+    def __init__(self) -> None:
+        self.left = [X]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.left:
+            yield self.left.pop()
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "InputError: no calibration batches: pass at least one"),
+        (iter(()), "InputError: no calibration batches: pass at least one; an exhausted iterator counts as none"),
+        (DataLoader(TensorDataset(X[:0])), "InputError: no calibration batches"),
+        (OnlyOnce(), "InputError: no calibration batches"),
+        (X, "InputError: batches is a Tensor: pass an iterable of batches, for one batch a list [batch]"),
+        ({"x": X}, "InputError: batches is a dict: pass an iterable of batches"),
+        (3, "InputError: batches is a int: pass an iterable of batches"),
+        ([X[:0]], "InputError: batch 0 holds no examples: leave empty batches out"),
+        ([X, X[:0]], "InputError: batch 1 holds no examples: leave empty batches out"),
+        ([X[:, :5]], "InputError: the model does not run on the first batch: RuntimeError: mat1 and mat2 shapes"),
+        (
+            DataLoader(TensorDataset(X, torch.zeros(20)), batch_size=10),
+            "a loader that yields (input, label) needs input_of=lambda batch: batch[0]",
+        ),
+        ([X.float()], "InputError: the model does not run on the first batch: RuntimeError"),
+    ],
+)
+def test_batches_that_cannot_be_used(batches: Any, message: str) -> None:
+    assert message in told(batches)
+
+
+def test_no_hint_where_the_input_was_chosen() -> None:
+    text = told(DataLoader(TensorDataset(X, X)), input_of=lambda batch: tuple(batch))
+    assert "does not run on the first batch" in text
+    assert "input_of" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "magic"}, "unknown method 'magic': choose from ispasp, topk"),
+        ({"method": 3}, "unknown method 3"),
+        ({"compensate": "all"}, "compensate='all': choose None, 'local' or 'dense'"),
+        ({"compensate": True}, "compensate=True: choose None, 'local' or 'dense'"),
+        ({"order": "backwards"}, "order='backwards': choose 'sequential'"),
+        ({"round_to": 0}, "round_to=0: pass a whole number such as 8, or None"),
+        ({"round_to": 2.5}, "round_to=2.5: pass a whole number"),
+        ({"ridge": 0.0}, "ridge=0.0: pass a positive number"),
+        ({"memory": 0}, "memory=0: pass a number of bytes, or None"),
+        ({"scope": "most"}, "scope='most': choose 'blocks'"),
+        ({"kinds": ("layer",)}, "kinds has ['layer']: choose from"),
+        ({"skip": "0"}, "skip='0': pass a list of names or globs, such as ['0']"),
+        ({"skip": ["layer9.*"]}, "no hidden dimension fits 'layer9.*': the model has 0, 2"),
+        ({"keep": {"fc9": 0.5}}, "no hidden dimension fits 'fc9'"),
+        ({"keep": 0.0}, "keep=0.0 is not a fraction of units that stay"),
+        ({"keep": 1.5}, "keep=1.5 is not a fraction of units that stay"),
+        ({"keep": 9}, "hidden dimension '2' has 8 units; keep=9 asks for more: pass keep <= 8"),
+        ({"keep": "half"}, "keep='half' is a str"),
+        ({"keep": {"0": True}}, "keep=True is a bool"),
+        (
+            {"keep": {"0": [0, 0, 1]}},
+            "hidden dimension '0' has units 0..9; keep=[0, 0, 1] does not name different ones",
+        ),
+        ({"keep": {"0": [0] * 10}}, "pass at least one unit, each once"),
+        ({"keep": {"0": [3, 10]}}, "hidden dimension '0' has units 0..9; keep=[3, 10]"),
+        ({"keep": {"0": [-1, 3]}}, "keep=[-1, 3] does not name"),
+        ({"keep": {"0": []}}, "pass at least one unit"),
+        ({"keep": {"0": [0.5, 1]}}, "keep=[0.5, 1] does not name"),
+        ({"keep": ispasp.Params(10)}, "a limit of 10 cannot be met"),
+        ({"method": "taylor"}, "method 'taylor' needs a loss"),
+        ({"timeout": 0}, "timeout_seconds=0"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    assert message in told([X], **options)
+
+
+def test_options_are_checked_before_the_model_is_touched() -> None:
+    class Uncopyable(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("the model was copied")
+
+    with pytest.raises(ispasp.InputError, match="compensate"):
+        ispasp.prune(Uncopyable(2, 2), [], compensate="no")
+    with pytest.raises(TypeError, match="sparsity"):
+        ispasp.prune(Uncopyable(2, 2), [], sparsity=0.5)
+
+
+@pytest.mark.parametrize("verb", [ispasp.prune, ispasp.prune_])
+def test_what_is_no_model(verb: Any) -> None:
+    with pytest.raises(ispasp.InputError, match="model is a function: pass a torch.nn.Module"):
+        verb(lambda x: x, [X])
+
+
+@pytest.mark.parametrize("bad", [numpy.nan, numpy.inf, -numpy.inf])
+@pytest.mark.parametrize(
+    ("method", "compensate", "order"),
+    [
+        ("ispasp", None, "sequential"),
+        ("ispasp", "dense", "sequential"),
+        ("topk", None, "oneshot"),
+        ("l1", "local", "sequential"),
+        ("l1", "dense", "sequential"),
+        ("l1", "local", "oneshot"),
+        ("obs", "dense", "oneshot"),
+    ],
+)
+def test_nan_and_inf_name_the_place_and_the_batch(bad: float, method: str, compensate: str | None, order: str) -> None:
+    batches = [X.clone() for _ in range(3)]
+    batches[2][4, 1] = bad
+    text = told(batches, method=method, compensate=compensate, order=order)
+    assert "hidden dimension '0', read by 2, batch 2: activations hold NaN or Inf" in text
+    assert "check the calibration data" in text
+
+
+def test_nan_that_a_layer_makes_names_that_layer() -> None:
+    model = alive(ResNet())
+    model.layer1[1].bn1.running_var[3] = -1.0  # its root is NaN
+    batches = [torch.randn(4, 3, 9, 9, dtype=torch.float64)]
+    text = told(batches, model)
+    assert "hidden dimension 'layer1.1.conv1', read by layer1.1.conv2, batch 0" in text
+
+
+def test_a_batch_that_takes_another_way_is_told() -> None:
+    class Deeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.a(x))
+            if x.shape[1] > 3:
+                x = torch.relu(self.b(x))
+            return self.c(x)
+
+    batches = [torch.randn(4, 2, 6), torch.randn(4, 5, 6)]
+    assert "takes another way through the model than the first one" in told(batches, Deeper().eval())
