@@ -1,52 +1,259 @@
-"""The command line as users see it: output, exit codes, one-line errors."""
+"""The command line as users see it: output, files, exit codes, one-line errors."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import ispasp
+from ispasp.cli import main
+
+NETS = """
+import torch
+from torch import nn
+from parts import hidden  # a neighbour of this file
+
+def tiny():
+    return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def broken():
+    raise RuntimeError("no\\nluck")
+
+def number():
+    return 3
+
+def leaves():
+    raise SystemExit(5)
+"""
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Ispasp = Callable[..., Done]
+
+
+@pytest.fixture
+def ispasp_(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ispasp:
+    """Call the entry point in this process."""
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ispasp", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = int(left.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file of networks and an .npz of three easy classes."""
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "parts.py").write_text("hidden = 12\n")
+    generator = np.random.default_rng(0)
+    y = generator.integers(0, 3, 90)
+    x = generator.normal(size=(90, 6)).astype("float32") + 3 * np.eye(3, 6, dtype="float32")[y]
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    return tmp_path
+
+
+def test_help_lists_the_commands() -> None:
     code = "from ispasp.cli import main; main()"
-    return subprocess.run(  # noqa: S603
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
+    shown = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=300, check=False
     )
+    assert shown.returncode == 0, shown.stderr
+    names = ("survey", "prune", "finetune", "export", "reproduce", "bench", "demo")
+    assert all(name in shown.stdout for name in names)
 
 
-def test_help_lists_the_commands_and_version_is_shown() -> None:
-    shown = run("--help")
-    assert shown.returncode == 0
-    assert all(name in shown.stdout for name in ("reproduce", "bench", "demo"))
-    assert run("--version").stdout.strip() == f"ispasp {ispasp.__version__}"
+def test_version_and_usage_errors(ispasp_: Ispasp) -> None:
+    assert ispasp_("--version").out.strip() == f"ispasp {ispasp.__version__}"
+    assert ispasp_("bench", "nonsense").code == 2
+    assert ispasp_("prune", "nets.py:tiny").code == 2  # no --data
 
 
-def test_synthetic_writes_its_files(tmp_path: Path) -> None:
-    done = run("reproduce", "synthetic", "--matrices", "1", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+def test_synthetic_writes_its_files(ispasp_: Ispasp, tmp_path: Path) -> None:
+    done = ispasp_("reproduce", "synthetic", "--matrices", 1, "--out", tmp_path)
+    assert done.code == 0, done.err
     assert {path.name for path in tmp_path.iterdir()} == {"synthetic.csv", "synthetic.png", "synthetic.md"}
-    assert "Theorem 2" in done.stdout
-    assert done.stderr == ""  # no progress bar where there is no terminal
+    assert "Theorem 2" in done.out
+    assert done.err == ""  # no progress bar where there is no terminal
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: pip install 'ispasp[vision]'")
-def test_bench_json_is_a_list_of_rows() -> None:
-    done = run("bench", "selection", "--examples", "2", "--reference-examples", "1", "--iterations", "1", "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+def test_bench_json_is_a_list_of_rows(ispasp_: Ispasp) -> None:
+    done = ispasp_("bench", "selection", "--examples", 2, "--reference-examples", 1, "--iterations", 1, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)
     assert [(row["block"], row["keep"]) for row in rows] == [(2, 0.2), (2, 0.4), (15, 0.2), (15, 0.4)]
     assert all(row["same_sets"] for row in rows)
 
 
-def test_an_error_is_one_line_and_exit_code_2() -> None:
-    done = run("demo", "--keep", "1.5")
-    assert done.returncode == 2
-    assert done.stderr.strip().startswith("ispasp: keep=1.5")
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert run("bench", "nonsense").returncode == 2
+def test_survey_prints_a_table_or_json(ispasp_: Ispasp, here: Path) -> None:
+    table = ispasp_("survey", "nets.py:tiny", "--input-size", 6)
+    assert table.code == 0, table.err
+    assert "reaches the model output" in table.out
+    told = json.loads(ispasp_("survey", "nets.py:tiny", "--data", "data.npz", "--json").out)
+    assert [(row["name"], row["units"]) for row in told["dimensions"]] == [("0", 12), ("2", 8)]
+    assert told["cost"]["dense_params"] == 6 * 12 + 12 + 12 * 8 + 8 + 8 * 3 + 3
+
+
+def test_prune_writes_model_plan_result_and_report(ispasp_: Ispasp, here: Path) -> None:
+    done = ispasp_("prune", "nets.py:tiny", "--data", "data.npz", "--keep", "0=0.25", "--keep", "*=4", "--out", "small")
+    assert done.code == 0, done.err
+    assert done.err == ""
+    assert "90 of 90 examples in data.npz" in done.out
+    assert {path.name for path in Path("small").iterdir()} == {
+        "model.safetensors", "plan.json", "result.json", "report.html"}  # fmt: skip
+    told = json.loads(Path("small/result.json").read_text())
+    assert [(row["name"], row["kept"]) for row in told["layers"]] == [("0", 3), ("2", 4)]
+    page = Path("small/report.html").read_text(encoding="utf-8")
+    assert "ispasp prune nets.py:tiny --data data.npz" in page
+    assert page.count('class="here"') == 2  # a curve for each
+    dense = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert ispasp.load("small", dense)[0].out_features == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "check"),
+    [
+        (["--macs", "0.5"], lambda told: told["cost"]["macs"] <= 0.5 * told["cost"]["dense_macs"]),
+        (["--params", "120"], lambda told: told["cost"]["params"] <= 120),
+        (["--method", "ispasp:iterations=2"], lambda told: "iterations=2" in told["settings"]["method"]),
+        (["--method", "taylor", "--compensate", "none"], lambda told: told["settings"]["compensate"] is None),
+        (["--order", "oneshot", "--skip", "0"], lambda told: [row["name"] for row in told["layers"]] == ["2"]),
+        (["--keep", "0.4", "--round-to", "4"], lambda told: [row["kept"] for row in told["layers"]] == [4, 4]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_of_prune(
+    ispasp_: Ispasp, here: Path, options: list[str], check: Callable[[dict[str, object]], bool]
+) -> None:
+    done = ispasp_("prune", "nets.py:tiny", "--data", "data.npz", "--json", "--out", "small", *options)
+    assert done.code == 0, done.err
+    assert check(json.loads(done.out))
+
+
+def test_random_inputs_are_told_loudly(ispasp_: Ispasp, here: Path) -> None:
+    done = ispasp_("prune", "nets.py:tiny", "--data", "random", "--input-size", 6, "--examples", 8, "--out", "small")
+    assert done.code == 0
+    assert done.err.count("WARNING: The inputs are random numbers") == 2  # before the work and after it
+    assert "random numbers, not data" in Path("small/report.html").read_text(encoding="utf-8")
+
+
+def test_finetune_wins_back_accuracy_and_its_folder_can_be_used_on(ispasp_: Ispasp, here: Path) -> None:
+    ispasp_("prune", "nets.py:tiny", "--data", "data.npz", "--keep", "0.5", "--out", "small")
+    done = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--val", "data.npz",
+                   "--epochs", 30, "--lr", 0.1, "--batch-size", 16)  # fmt: skip
+    assert done.code == 0, done.err
+    accuracy = float(done.out.split(" % after")[0].split()[-1])
+    assert accuracy > 90
+    dense = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = ispasp.load("small-finetuned", dense)
+    with np.load("data.npz") as data:
+        right = model(torch.from_numpy(data["x"])).argmax(1).numpy() == data["y"]
+    assert 100 * right.mean() == pytest.approx(accuracy, abs=0.06)
+    taught = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--optimizer", "adamw",
+                     "--teacher", "nets.py:tiny", "--out", "taught")  # fmt: skip
+    assert taught.code == 0, taught.err
+    assert Path("taught/result.json").is_file()
+
+
+@pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs onnxruntime: pip install 'ispasp[onnx]'")
+def test_export_of_a_dense_and_of_a_pruned_model(ispasp_: Ispasp, here: Path) -> None:
+    ispasp_("prune", "nets.py:tiny", "--data", "data.npz", "--out", "small")
+    assert "wrote dense.onnx" in ispasp_("export", "nets.py:tiny", "dense.onnx", "--input-size", 6).out
+    done = ispasp_("export", "small", "small.onnx", "--model", "nets.py:tiny", "--data", "data.npz")
+    assert done.code == 0, done.err
+    assert Path("small.onnx").stat().st_size < Path("dense.onnx").stat().st_size
+
+
+DATA = ["--data", "data.npz"]
+WRONG = {
+    "keep beyond one": (["prune", "nets.py:tiny", *DATA, "--keep", "1.5"], "keep=1.5"),
+    "keep is no number": (["prune", "nets.py:tiny", *DATA, "--keep", "half"], "--keep half: pass a fraction"),
+    "keep and macs": (["prune", "nets.py:tiny", *DATA, "--keep", "0.5", "--macs", "0.5"], "--keep and --macs"),
+    "unknown recipe": (["prune", "nets.py:tiny", *DATA, "--recipe", "resnet1"], "choose from resnet34-2.69G"),
+    "unknown method": (["prune", "nets.py:tiny", *DATA, "--method", "magic"], "unknown method 'magic'"),
+    "unknown option of a method": (["prune", "nets.py:tiny", *DATA, "--method", "ispasp:speed=9"], "iterations"),
+    "option without a value": (["prune", "nets.py:tiny", *DATA, "--method", "ispasp:speed"], "name:key=value"),
+    "unknown glob": (["prune", "nets.py:tiny", *DATA, "--keep", "conv*=0.5"], "no hidden dimension fits 'conv*'"),
+    "unknown order": (["prune", "nets.py:tiny", *DATA, "--order", "backwards"], "order='backwards'"),
+    "unknown device": (["prune", "nets.py:tiny", *DATA, "--device", "toaster"], "--device toaster"),
+    "no data": (["prune", "nets.py:tiny", "--data", "nowhere"], "no data at nowhere"),
+    "random without a size": (["prune", "nets.py:tiny", "--data", "random"], "pass --input-size"),
+    "size of another model": (["survey", "nets.py:tiny", "--input-size", "3x8x8"], "Check that model(batch) runs"),
+    "no size at all": (["survey", "nets.py:tiny", "--input-size", "big"], "such as 3x224x224"),
+    "no model": (["survey", "bert"], "'bert' names no model"),
+    "no file": (["survey", "nest.py:tiny"], "no file nest.py"),
+    "no factory": (["survey", "nets.py:tony"], "nets.py has no function 'tony': it has tiny"),
+    "failing factory": (["survey", "nets.py:broken"], "nets.py, line 10: RuntimeError: no luck"),
+    "leaving factory": (["survey", "nets.py:leaves"], "nets.py, line 16: SystemExit"),
+    "factory of numbers": (["survey", "nets.py:number"], "nets.py:number returns int"),
+    "no array": (["prune", "nets.py:tiny", *DATA, "--key", "z"], "no array 'z': it has x, y"),
+    "no tokenizer": (["prune", "nets.py:tiny", "--data", "nets.py"], "text needs a tokenizer"),
+    "no weights": (["survey", "nets.py:tiny", "--weights", "w.pt"], "no weights at w.pt"),
+    "pretrained file": (["survey", "nets.py:tiny", "--weights", "pretrained"], "--weights pretrained is for"),
+    "not a pruned folder": (["finetune", "nowhere", *DATA], "nowhere has no plan.json"),
+    "unknown optimizer": (["finetune", "nowhere", *DATA, "--optimizer", "lion"], "choose sgd or adamw"),
+    "demo": (["demo", "--keep", "1.5"], "keep=1.5"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_error_is_one_line_and_exit_code_2(ispasp_: Ispasp, here: Path, case: str) -> None:
+    arguments, said = WRONG[case]
+    done = ispasp_(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert len(done.err.strip().splitlines()) == 1
+    assert done.err.startswith("ispasp: ")
+    assert said in done.err
+
+
+def test_errors_of_folders(ispasp_: Ispasp, here: Path) -> None:
+    ispasp_("prune", "nets.py:tiny", *DATA, "--out", "small")
+    assert "pruned already" in ispasp_("prune", "small", *DATA).err
+    assert "it was made from nets.py:tiny" in ispasp_("export", "small", "x.onnx").err
+    assert "leave --weights out" in ispasp_("survey", "ispasp:small", "--weights", "w.pt").err
+    np.savez("wide.npz", x=np.zeros((4, 7), "float32"), y=np.array([0, 1, 2, 0]))
+    told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "wide.npz")
+    assert "the model does not run on 4 examples in wide.npz" in told.err
+    np.savez("many.npz", x=np.zeros((4, 6), "float32"), y=np.array([0, 1, 2, 7]))
+    told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "many.npz")
+    assert "labels up to 7, the model has 3 outputs" in told.err
+    np.savez("bare.npz", x=np.zeros((4, 6), "float32"))
+    assert "have no labels" in ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "bare.npz").err
+
+
+def test_what_was_not_foreseen_is_one_line_too(ispasp_: Ispasp, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("one\ntwo")
+
+    monkeypatch.setattr(ispasp, "survey", fail)
+    done = ispasp_("survey", "nets.py:tiny", "--input-size", 6)
+    assert done.code == 2
+    assert done.err.startswith("ispasp: ZeroDivisionError: one two: this was not foreseen; ISPASP_DEBUG=1")
+    monkeypatch.setenv("ISPASP_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        ispasp_("survey", "nets.py:tiny", "--input-size", 6)

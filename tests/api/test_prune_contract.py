@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -161,16 +162,18 @@ def test_grad_mode_comes_back_and_nothing_hangs_on_a_graph(mode: Callable[[], An
     result.model(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
 
 
-def count_calls(model: Net, data: Any, **options: Any) -> int:
-    ispasp.prune_(model, data, progress=False, **options)
+@cache
+def count_calls() -> int:
+    """How often pruning runs the forward."""
+    model = Net()
+    ispasp.prune_(model, batches(), recalibrate=True, progress=False)
     return model.bomb.calls
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_a_failure_inside_the_forward_leaves_everything_as_it_was(at: str, error: type[BaseException]) -> None:
-    options: dict[str, Any] = {"recalibrate": True}
-    calls = count_calls(Net(), batches(), **options)
+    calls = count_calls()
     assert calls >= 4
     model = Net()
     model.bomb.at = {"first": 1, "middle": calls - 2, "last": calls}[at]
@@ -178,10 +181,20 @@ def test_a_failure_inside_the_forward_leaves_everything_as_it_was(at: str, error
     before = state(model)
     told = ispasp.InputError if (at, error) == ("first", ValueError) else error  # the batch does not fit the model
     with pytest.raises(told, match="stop"):
-        ispasp.prune_(model, batches(), progress=False, **options)
+        ispasp.prune_(model, batches(), recalibrate=True, progress=False)
     assert_same(state(model), before)
+
+
+def test_after_a_failure_the_model_can_be_pruned() -> None:
+    model = Net()
+    model.bomb.at = count_calls() - 1
+    with pytest.raises(KeyboardInterrupt):
+        ispasp.prune_(model, batches(), recalibrate=True, progress=False)
     model.bomb.at = -1
-    ispasp.prune_(model, batches(), progress=False)  # and it can be pruned afterwards
+    found = ispasp.prune_(model, batches(), recalibrate=True, progress=False)
+    expected = ispasp.prune_(Net(), batches(), recalibrate=True, progress=False)
+    for key, value in expected.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[key], value), key
 
 
 class Interrupted:

@@ -66,7 +66,7 @@ def test_batches_that_cannot_be_used(batches: Any, message: str) -> None:
 
 
 def test_no_hint_where_the_input_was_chosen() -> None:
-    text = told(DataLoader(TensorDataset(X, X)), input_of=lambda batch: tuple(batch))
+    text = told(DataLoader(TensorDataset(X, X)), input_of=tuple)
     assert "does not run on the first batch" in text
     assert "input_of" not in text
 

@@ -13,7 +13,7 @@ import typer
 import ispasp
 from ispasp.cli import options as o
 from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, load_data, load_model
-from ispasp.cli.task import accuracy
+from ispasp.cli.task import accuracy, input_of
 from ispasp.errors import InputError
 from ispasp.graph.trace import evaluating, run
 from ispasp.train.objective import logits_of
@@ -79,11 +79,15 @@ def _recipe(optimizer: str, lr: float | None) -> ispasp.Sgd | ispasp.AdamW:
 
 
 def _check(loaded: Loaded, found: Examples) -> None:
-    """Labels beyond the model's outputs fail deep inside torch; say it here."""
+    """Inputs of another size and labels beyond the model's outputs fail deep inside torch; say it here."""
     batch = next(iter(found.loader(2, labelled=True)))  # raises if there are no labels
     assert found.labels is not None  # noqa: S101
-    with evaluating(loaded.model):
-        scores = logits_of(run(loaded.model, batch if isinstance(batch, dict) else batch[0]))
+    try:
+        with evaluating(loaded.model):
+            output = run(loaded.model, input_of(batch))
+    except Exception as error:
+        raise InputError(f"the model does not run on {found.text}: {error}: check --size and --key") from error
+    scores = logits_of(output)
     highest = int(found.labels.max())
     if scores.ndim == 2 and highest >= scores.shape[1]:
         raise InputError(

@@ -22,6 +22,7 @@ from ispasp.graph.tails import scale
 from ispasp.types import Consumer, ConvConsumer
 
 _ENTRIES = 2**25  # of the patches that are laid out at once
+_ROUNDING = 1e-12  # of a difference of sums
 _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make good for a skip connection
 
 
@@ -81,6 +82,7 @@ def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: f
     if fit.used:
         _write(reader, data, fit, where, edits)
     size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
+    size = size if size > _ROUNDING * float(s.tt.sum()) else 0.0  # nothing but a bias
     return Refit(fit.before, fit.after, size, _note(fit, where))
 
 

@@ -57,6 +57,7 @@ def pipeline(
         right = [f"{value:.2f} %" for value in (row.accuracy, row.trained_accuracy) if value is not None]
         yield f"{row.stage} {row.block}: {', then '.join(right)}"
     what = f"--recipe {recipe}" if recipe else f"--keep {keep:g}"
+    what += f" --epochs {training.final:g} --epochs-between {training.between:g} --batch {training.batch}"
     command = f"ispasp reproduce cnn --pipeline {what} {_described(settings)}"
     paths = cnn_pipeline.write(settings, training, out, name, command)
     yield paths[-1].read_text(encoding="utf-8")

@@ -79,6 +79,10 @@ def _percent(value: Any) -> str:
     return f"{100 * value:.2f}&thinsp;%" if abs(value) < 0.1 else f"{100 * value:.1f}&thinsp;%"
 
 
+def _rounding(value: Any) -> str:
+    return f"{value:.0e}" if _finite(value) and value else "0" if value == 0 else '<span class="dim">–</span>'
+
+
 def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
@@ -102,7 +106,7 @@ def _tiles(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> st
     verified = result.get("verified")
     tiles.append(
         f'<div class="tile proof"><div class="label">Removed equals masked</div>'
-        f'<div class="value">{f"{verified:.0e}" if _finite(verified) else "–"}</div>'
+        f'<div class="value">{_rounding(verified)}</div>'
         '<div class="under">relative difference to the dense network with removed units masked: rounding only'
         "</div></div>"
     )
@@ -159,7 +163,7 @@ def _row(number: int, layer: Mapping[str, Any], longest: int, top: float, compen
     before = layer.get("uncompensated_error") if compensated else None
     certificate = layer.get("certificate")
     numbers = [_percent(before), _percent(after)] if compensated else [_percent(after)]
-    numbers.append(f"{certificate:.0e}" if _finite(certificate) else '<span class="dim">–</span>')
+    numbers.append(_rounding(certificate))
     cells = "".join(f'<td class="r">{text}</td>' for text in numbers)
     return (
         f'<tr><td class="r dim">{number}</td><td class="name">{escape(str(layer["name"]))}</td>'

@@ -131,7 +131,7 @@ def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None, top:
         parts.append(f'<text x="{x(k):.1f}" y="{high - 6}" text-anchor="{anchor}">{k}</text>')
     error = None if chosen is None or not points else _between(points, chosen)
     if chosen is not None and error is not None:
-        right = x(chosen) > wide * 0.6
+        right = x(chosen) > wide - 36  # elsewhere the falling curve leaves room to the right
         parts.append(
             f'<line class="drop" x1="{x(chosen):.1f}" x2="{x(chosen):.1f}" y1="{y(error):.1f}" y2="{ground}"/>'
             f'<circle class="here" cx="{x(chosen):.1f}" cy="{y(error):.1f}" r="5"/>'

@@ -26,8 +26,13 @@ def transformers() -> Any:
         raise MissingExtraError("hf: needs transformers: pip install 'ispasp[transformers]'") from error
     package.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     package.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it tells of every attempt to reach the hub
+    quiet_hub()
     return package
+
+
+def quiet_hub() -> None:
+    """The hub's client tells of every attempt to reach it; what comes of it is told in one line."""
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
 
 
 def described(model: Any, spec: str, folder: str) -> Loaded:
@@ -45,12 +50,11 @@ def hf_model(name: str, *, empty: bool = False) -> nn.Module:
     package = transformers()
     local = _local(name)
     try:
-        config = package.AutoConfig.from_pretrained(name, local_files_only=local)
-        architectures = getattr(config, "architectures", None) or ["AutoModel"]
-        cls = getattr(package, architectures[0], package.AutoModel)
+        config = package.AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+        cls = getattr(package, (getattr(config, "architectures", None) or ["AutoModel"])[0])
         if empty:
             return _from_config(cls, config)
-        model: nn.Module = cls.from_pretrained(name, local_files_only=local)
+        model: nn.Module = cls.from_pretrained(name, local_files_only=local, trust_remote_code=False)
     except Exception as error:
         raise InputError(_unusable(name, error)) from error
     return model.eval()
@@ -61,7 +65,9 @@ def tokenizer(name: str) -> Any:
     if not name:
         raise InputError("text needs a tokenizer: it is that of a Hugging Face model, so pass hf:FOLDER as the model")
     try:
-        found = transformers().AutoTokenizer.from_pretrained(name, local_files_only=_local(name))
+        found = transformers().AutoTokenizer.from_pretrained(
+            name, local_files_only=_local(name), trust_remote_code=False
+        )
     except Exception as error:
         raise InputError(f"no tokenizer: {_unusable(name, error)}") from error
     if found.pad_token is None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ispasp.cli.sources.factory import from_file
-from ispasp.cli.sources.huggingface import described, hf_model
+from ispasp.cli.sources.huggingface import described, hf_model, quiet_hub
 from ispasp.cli.sources.loaded import Loaded, with_options
 from ispasp.cli.sources.saved import is_saved, load_saved
 from ispasp.cli.sources.weights import fill
@@ -115,6 +115,7 @@ def _built(what: str, make: Callable[[], Any]) -> Any:
 
 
 def _fetched(what: str, fetch: Callable[[], Any]) -> Any:
+    quiet_hub()
     try:
         return fetch()
     except Exception as error:

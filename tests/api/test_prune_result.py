@@ -1,0 +1,158 @@
+"""What `prune` returns: a table to read, JSON to keep, and numbers that are true."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ispasp
+from support.nets import ResNet, alive, mlp
+
+X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+IMAGES = torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it, without NaN and Infinity."""
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compensate": None, "order": "oneshot", "method": "topk"},
+        {"keep": numpy.float32(0.5), "round_to": numpy.int64(2), "memory": numpy.int64(1000)},
+        {"keep": {"0": [1, 2, 3], "*": 0.5}, "method": ispasp.ISpaSP(iterations=3)},
+        {"keep": ispasp.Params(0.5), "ridge": numpy.float64(1e-3)},
+        {"keep": ispasp.Macs(1000), "recalibrate": True},
+        {"keep": 1.0},
+    ],
+)
+def test_json_has_everything(options: dict[str, Any]) -> None:
+    result = ispasp.prune(alive(mlp(6, 10, 8, 3)), [X], progress=False, **options)
+    data = strict(result.to_json())
+    assert (data["format"], data["version"]) == ("ispasp-result", 1)
+    assert data["verified"] == result.verified
+    assert set(data["cost"]) == {"params", "macs", "dense_params", "dense_macs"}
+    assert data["cost"]["params"] == result.cost.params
+    assert [set(layer) for layer in data["layers"]] == [{f.name for f in fields(ispasp.Layer)}] * len(result.layers)
+    assert [layer["name"] for layer in data["layers"]] == [layer.name for layer in result.layers]
+    assert data["frozen"][0]["name"] == "4"
+    assert ispasp.Plan.from_json(json.dumps(data["plan"])).kept == result.plan.kept
+    for name in ("method", "keep", "compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge"):
+        assert name in data["settings"]
+    assert (
+        (result.curves == {})
+        == (data["curves"] == {})
+        == (not isinstance(options.get("keep"), ispasp.Params | ispasp.Macs))
+    )
+
+
+def test_json_where_an_error_cannot_be_told() -> None:
+    """Consumers that give nothing at all have no relative error."""
+    dense = alive(mlp(6, 10, 3))
+    dense[2].weight.data.zero_()
+    for options in ({"compensate": None}, {"compensate": "dense"}, {"compensate": "local", "order": "oneshot"}):
+        result = ispasp.prune(dense, [X], progress=False, **options)
+        assert result.layers[0].relative_error is None
+        assert strict(result.to_json())["layers"][0]["relative_error"] is None
+        assert " - " in str(result)
+
+
+def test_the_table() -> None:
+    dense = alive(ResNet())
+    text = str(ispasp.prune(dense, [IMAGES], progress=False))
+    for part in (
+        "ResNet pruned: method ispasp, sequential, compensate=dense",
+        "hidden dimension",
+        "removed = masked",
+        "uncompensated",
+        "layer1.0.conv1",
+        "parameters 3,",
+        "MACs ",
+        "verified: the pruned model gives what the masked one gives",
+        "frozen:",
+        "fc: reaches the model output",
+        "is a residual stream",
+    ):
+        assert part in text, part
+    assert "uncompensated" not in str(ispasp.prune(dense, [IMAGES], compensate=None, progress=False))
+
+
+def test_notes_are_printed() -> None:
+    text = str(ispasp.prune(alive(mlp(6, 10, 3, bias=False)), [X], progress=False))
+    assert "notes:\n  0: 2: gained a bias" in text
+
+
+def test_layers_tell_what_happened() -> None:
+    result = ispasp.prune(alive(mlp(6, 10, 8, 3)), [X], 0.3, method=ispasp.ISpaSP(iterations=7), progress=False)
+    first, second = result.layers
+    assert (first.name, first.kind, first.units, first.kept) == ("0", "neuron", 10, 3)
+    assert (second.name, second.kind, second.units, second.kept) == ("2", "neuron", 8, 2)
+    assert 1 <= first.iterations <= 7
+    assert 0 < first.relative_error < first.uncompensated_error <= 1
+    assert result.settings["method"] == "ISpaSP(iterations=7, rank='value')"
+
+
+def first_error(model: nn.Module, result: ispasp.Result) -> float:
+    """What the second layer loses without the units that were removed, computed from the modules."""
+    with torch.no_grad():
+        h = torch.relu(model[0](X))
+        kept = torch.zeros(10, dtype=torch.float64)
+        kept[list(result.plan.kept["0"])] = 1.0
+        whole, less = h @ model[2].weight.T, (h * kept) @ model[2].weight.T
+    return float((whole - less).norm() / whole.norm())
+
+
+@pytest.mark.parametrize("order", ["sequential", "oneshot"])
+def test_errors_without_compensation_are_true(order: str) -> None:
+    dense = alive(mlp(6, 10, 3))
+    result = ispasp.prune(dense, [X], compensate=None, order=order, progress=False)
+    assert result.layers[0].uncompensated_error is None
+    assert result.layers[0].relative_error == pytest.approx(first_error(dense, result), rel=1e-9)
+    local = ispasp.prune(dense, [X], compensate="local", order=order, progress=False)
+    assert local.layers[0].uncompensated_error == pytest.approx(first_error(dense, local), rel=1e-9)
+
+
+@pytest.mark.parametrize("compensate", [None, "dense"])
+@pytest.mark.parametrize("scope", ["blocks", "all"])
+def test_the_cost_is_that_of_the_model(compensate: str | None, scope: str) -> None:
+    class Bare(nn.Module):
+        """Layers without biases, which compensation gives them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.head = (nn.Linear(*size, bias=False) for size in ((6, 12), (12, 8), (8, 3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.down(torch.relu(self.up(x)))))
+
+    for dense, batch in ((alive(ResNet()), IMAGES), (alive(Bare()), X)):
+        result = ispasp.prune(dense, [batch], compensate=compensate, scope=scope, progress=False)
+        assert result.cost.params == sum(p.numel() for p in result.model.parameters())
+        assert result.cost.dense_params == sum(p.numel() for p in dense.parameters())
+        assert result.cost.macs < result.cost.dense_macs
+
+
+def test_save_and_load(tmp_path: Any) -> None:
+    result = ispasp.prune(alive(ResNet()), [IMAGES], progress=False)
+    ispasp.save(result, tmp_path)
+    fresh = ispasp.load(tmp_path, alive(ResNet(), seed=5))
+    with torch.no_grad():
+        assert torch.equal(fresh(IMAGES), result.model(IMAGES))
+    plan = ispasp.Plan.from_json((tmp_path / "plan.json").read_text())
+    bare = ispasp.prune(
+        alive(ResNet()), [IMAGES], {n: list(k) for n, k in plan.kept.items()}, compensate=None, progress=False
+    )
+    assert bare.plan.kept == result.plan.kept

@@ -1,0 +1,67 @@
+"""Networks of the zoo through `prune`: removal equals masking, and compensation never makes a layer worse."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+import ispasp
+from ispasp.experiments import zoo
+from ispasp.experiments._torchvision import import_torchvision
+from ispasp.experiments.zoo.case import Case
+from ispasp.experiments.zoo.coverage import count_params
+
+NOTHING = ("plain/maxout", "plain/lstm", "plain/gru")  # nothing can go there
+PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]
+SOME = {"torchvision/densenet121": {"features.denseblock1.*": 0.5}}  # of a hundred layers
+LARGER = [
+    *(f"torchvision/{name}" for name in ("resnet18", "mobilenet_v2", "densenet121", "vit_l_16")),
+    *(f"transformers/{name}" for name in ("vit", "bert", "gpt2", "llama", "t5", "mixtral")),
+]
+
+
+@cache
+def group(name: str) -> dict[str, Case]:
+    return {case.name: case for case in zoo.cases(name)}
+
+
+def case(name: str) -> Case:
+    package = name.partition("/")[0]
+    for needed in () if package == "plain" else ("torchvision", package):
+        if find_spec(needed) is None:
+            pytest.skip(f"needs {needed}: pip install 'ispasp[vision,transformers]'")
+    if package != "plain":
+        import_torchvision()
+    return group(package)[name]
+
+
+def check(name: str, **options: Any) -> ispasp.Result:
+    found = case(name)
+    model, batch = found.build(), found.batch()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    result = ispasp.prune(model, [batch], SOME.get(name, 0.5), progress=False, **options)
+    assert result.layers
+    assert result.verified < 1e-4
+    for layer in result.layers:
+        assert layer.certificate < 1e-4, layer
+        assert 1 <= layer.kept < layer.units
+        if layer.relative_error is not None:
+            assert layer.relative_error <= layer.uncompensated_error * (1 + 1e-6) + 1e-7, layer
+    assert result.cost.params == count_params(result.model) < result.cost.dense_params
+    assert result.cost.macs < result.cost.dense_macs
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    return result
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *LARGER])
+def test_sequential_with_the_dense_target(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize("name", [n for n in PLAIN if "activation" not in n][::2])
+def test_oneshot_with_residual_streams(name: str) -> None:
+    check(name, order="oneshot", compensate="local", scope="all", method="l1")
