@@ -227,7 +227,7 @@ def test_ctrl_c_while_a_batch_is_loaded(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("step", ["remove_", "Proof", "recalibrate_"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_failure_in_any_step_is_taken_back(step: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ispasp.api.prune as module
+    import ispasp.api.run as module
 
     original = getattr(module, step)
 

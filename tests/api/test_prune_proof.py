@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ispasp
-import ispasp.api.prune as module
+import ispasp.api.run as module
 from ispasp.surgery.remove import Undo
 from ispasp.types.plan import Plan
 from support.naive import Written

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ispasp
-import ispasp.api.prune as module
+import ispasp.api.run as module
 from ispasp.api import oneshot
 from ispasp.calibrate.passage import Passage
 from support.nets import ResNet, alive

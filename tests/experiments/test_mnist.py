@@ -188,6 +188,7 @@ def test_the_text_says_where_it_agrees_with_the_paper() -> None:
     assert "**89.50 ± 0.71**" in text
     text = mnist_report.summary(made_up("topk", "random"), SETTINGS, "ispasp reproduce mnist")
     assert "Disagrees: GFS is best before fine-tuning" in text
+    assert "i-SpaSP at 2 of 2 sizes before fine-tuning, at 2 of 2 sizes fine-tuned with lr 0.01" in text
     assert "(within the spread)" in text  # only the random draw is better, and it is no method of the paper
 
 

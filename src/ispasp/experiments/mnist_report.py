@@ -121,7 +121,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _stage(rate: float | None) -> str:
-    return "before fine-tuning" if rate is None else f"fine-tuned, lr {rate:g}"
+    return "before fine-tuning" if rate is None else f"fine-tuned with lr {rate:g}"
 
 
 def summary(rows: Sequence[Row], settings: Settings, command: str) -> str:
@@ -190,10 +190,21 @@ def _claims(rows: Sequence[Row], sizes: Sequence[int], stages: Sequence[float | 
             for size, w in found.items()
         )
         lines.append(
-            f"- {verdict}: {TITLES[claimed]} is best {when} fine-tuning, says the paper. {_stage(rate).capitalize()} it"
-            f" is at {held} of {len(sizes)} sizes. Best at each size, and its lead in points: {best}."
+            f"- {verdict}: {TITLES[claimed]} is best {when} fine-tuning, says the paper. {_stage(rate).capitalize()},"
+            f" it is at {held} of {len(sizes)} sizes. Best at each size, and its lead in points: {best}."
         )
+    if {"ispasp", "random"} <= {row.method for row in rows}:
+        lines.append(f"- The random draw has at least the accuracy of i-SpaSP {_beaten(rows, sizes, stages)}.")
     return lines
+
+
+def _beaten(rows: Sequence[Row], sizes: Sequence[int], stages: Sequence[float | None]) -> str:
+    """In how many sizes the control is as good as i-SpaSP, stage by stage."""
+    parts = []
+    for rate in stages:
+        pairs = [[accuracies(rows, method, size, rate).mean for method in ("random", "ispasp")] for size in sizes]
+        parts.append(f"at {sum(drawn >= chosen for drawn, chosen in pairs)} of {len(sizes)} sizes {_stage(rate)}")
+    return ", ".join(parts)
 
 
 def _settings(settings: Settings, trials: int) -> list[str]:

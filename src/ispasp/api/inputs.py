@@ -1,0 +1,73 @@
+"""The user's batches, and the survey of the model on a few examples of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+
+from ispasp.api.options import Options
+from ispasp.api.survey import Survey, survey
+from ispasp.calibrate.batches import first_examples, prepared
+from ispasp.errors import InputError, TraceError
+from ispasp.graph.trace import Batch, run
+
+
+class Inputs:
+    """The user's batches, as often as they are needed; an iterator can be gone through once, so it is kept."""
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any], options: Options) -> None:
+        """Look at the first batch, and see that the model runs on it."""
+        self._given = list(batches) if isinstance(batches, Iterator) else batches
+        self._model = model
+        self._input_of = options.input_of
+        self._list: list[Batch] | None = None
+        self.first: Batch = next(self.again())
+        try:
+            self.example = _try(model, self.first)
+        except Exception as error:
+            hint = (
+                "" if self._input_of else "; a loader that yields (input, label) needs input_of=lambda batch: batch[0]"
+            )
+            raise InputError(
+                f"the model does not run on the first batch: {type(error).__name__}: {error}{hint}"
+            ) from error
+
+    def again(self) -> Iterator[Batch]:
+        """From the first batch on."""
+        return iter(self._list) if self._list is not None else (batch for batch, _ in self.pairs())
+
+    def pairs(self) -> Iterator[tuple[Batch, Any]]:
+        """Each batch as the model takes it, and as it was given."""
+        pair = None
+        for pair in prepared(self._given, self._model, self._input_of):
+            yield pair
+        if pair is None:
+            raise InputError("no calibration batches: pass at least one; an exhausted iterator counts as none")
+
+    def listed(self) -> Sequence[Batch]:
+        """All of them in memory: inputs only, not activations."""
+        if self._list is None:
+            self._list = list(self.again())
+        return self._list
+
+
+def _try(model: nn.Module, batch: Batch) -> Batch:
+    """Run the model on two examples, or on all where it does not take so few; returns what it ran on."""
+    small = first_examples(batch)
+    if small is not None:
+        with suppress(Exception):
+            run(model, small)
+            return small
+    run(model, batch)
+    return batch
+
+
+def surveyed(model: nn.Module, batches: Inputs, options: Options) -> tuple[Survey, Batch]:
+    """Survey on two examples where the model takes them: that is enough to see its structure."""
+    if batches.example is not batches.first:
+        with suppress(TraceError):
+            return survey(model, batches.example, scope=options.scope, kinds=options.kinds), batches.example
+    return survey(model, batches.first, scope=options.scope, kinds=options.kinds), batches.first

@@ -1,0 +1,69 @@
+"""All that may be said about pruning beside the model and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ispasp.api.job import Compensate, Refitted
+from ispasp.api.survey import KINDS
+from ispasp.api.widths import check_round
+from ispasp.calibrate.batches import InputOf
+from ispasp.calibrate.gradients import Loss
+from ispasp.compensate.solve import RIDGE
+from ispasp.errors import InputError
+from ispasp.select import Selector, selector
+from ispasp.types.checks import is_integer
+
+Order = Literal["sequential", "oneshot", "global"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that may be said about pruning beside the model and the data; see `prune`."""
+
+    keep: Any = 0.5
+    method: str | Selector = "ispasp"
+    compensate: Compensate = "dense"
+    order: Order = "sequential"
+    kinds: Collection[str] = KINDS
+    scope: str = "blocks"
+    skip: Collection[str] = ()
+    round_to: int | None = None
+    input_of: InputOf | None = None
+    recalibrate: bool = False
+    finetune_between: Callable[[nn.Module], Any] | None = None
+    curves: bool = False
+    loss: Loss | None = None
+    memory: int | None = None
+    ridge: float = RIDGE
+    refit: Refitted = "consumers"
+    timeout: float = 600.0
+    optimizer: torch.optim.Optimizer | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing."""
+        if self.compensate not in (None, "local", "dense"):
+            raise InputError(f"compensate={self.compensate!r}: choose None, 'local' or 'dense'")
+        if self.order not in ("sequential", "oneshot", "global"):
+            raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
+        if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
+            raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
+        if not self.ridge > 0:
+            raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
+        if self.memory is not None and not self.memory > 0:
+            raise InputError(f"memory={self.memory!r}: pass a number of bytes, or None for no limit")
+        check_round(self.round_to)
+        selector(self.method)
+
+    def described(self) -> dict[str, Any]:
+        """The settings as JSON can hold them."""
+        named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit")
+        keep = self.keep if isinstance(self.keep, (int, float)) else str(self.keep)
+        plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
+        return {"method": str(self.method), "keep": keep, **plain}

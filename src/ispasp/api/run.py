@@ -1,0 +1,216 @@
+"""One call of `prune_`, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ispasp.api.budgets import budget_widths, error_curves
+from ispasp.api.everywhere import ranked_together
+from ispasp.api.inputs import Inputs, surveyed
+from ispasp.api.job import Job
+from ispasp.api.oneshot import collect, compensate_locally
+from ispasp.api.options import Options
+from ispasp.api.proof import Proof
+from ispasp.api.recalibrate import recalibrate_
+from ispasp.api.result import Layer, Result
+from ispasp.api.sequential import sequential
+from ispasp.api.task import check_loss, with_sensitivities, with_task
+from ispasp.api.widths import Widths, prunable, widths
+from ispasp.budget import Budget, Curve
+from ispasp.calibrate.circuit import Edits
+from ispasp.calibrate.forms import ALWAYS
+from ispasp.calibrate.passage import Passage
+from ispasp.calibrate.team import Team
+from ispasp.calibrate.traces import Circuits
+from ispasp.errors import SurgeryError
+from ispasp.select import selector
+from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
+from ispasp.types import Selection
+from ispasp.types.dimension import FrozenAxis
+from ispasp.types.layout import kept_mask, names_in
+from ispasp.types.plan import Plan, TensorLayout
+
+
+class Run:
+    """One call of `prune_`, step by step."""
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team) -> None:
+        """Survey the model."""
+        self._model = model
+        self._options = options
+        self._team = ranks
+        self._selector = selector(options.method)
+        self._curves: dict[str, Curve] = {}
+        check_loss(self._selector, options.loss)
+        with ranks.together("the survey"):
+            self._batches = Inputs(model, batches, options)
+            self._survey, self._example = surveyed(model, self._batches, options)
+        self._circuits = Circuits(model, self._survey.analysis, self._example)
+        self._unread = self._without_normal_form()
+
+    def result(self) -> Result:
+        """Decide, then act."""
+        options = self._options
+        chosen = self._widths()
+        frozen = [FrozenAxis(name, why) for name, why in self._unread.items() if name in chosen.counts]
+        job = self._job({name: n for name, n in chosen.counts.items() if name not in self._unread})
+        if options.curves and not self._curves:
+            self._curves = error_curves(job, [self._batches.first], self._batches.first)
+        decided = {name: Selection(kept) for name, kept in chosen.given.items() if name in job.counts}
+        self._decide(job, decided)
+        self._share(job)
+        plan = self._plan(job)
+        proof = Proof(job, self._example)
+        with all_or_nothing() as undo:
+            _write(self._model, job, plan, undo, options.optimizer)
+            verified, certificates = self._verified(proof)
+            if options.recalibrate:
+                recalibrate_(self._model, self._batches.again(), self._team, undo)
+        gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
+        cost = self._survey.cost(plan)
+        cost = replace(cost, params=cost.params + gained)
+        layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
+        curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
+        rows = (*self._survey.frozen, *frozen)
+        return Result(self._model, plan, layers, cost, rows, verified, options.described(), curves)
+
+    def _without_normal_form(self) -> dict[str, str]:
+        """Hidden dimensions that are read in a way calibration does not understand, with the reason."""
+        job = self._job({d.name: d.units for d in self._survey.dimensions})
+        passage = Passage(self._circuits.of(self._example), self._example, job.tensors, Edits())
+        found: dict[str, str] = {}
+        for reader in job.readers:
+            if str(reader.contraction.node.target) not in ALWAYS:
+                passage.advance(passage.circuit.contractions[reader.number])
+                if not reader.forms(passage.arguments(reader.number)):
+                    why = (
+                        f"{reader.path} reads it by {reader.contraction.node.target} in a way calibration cannot follow"
+                    )
+                    found.update(dict.fromkeys(reader.names, why))
+        return found
+
+    def _job(self, counts: Mapping[str, int]) -> Job:
+        o = self._options
+        return Job(
+            self._model,
+            self._survey,
+            self._circuits,
+            counts,
+            self._selector,
+            self._team,
+            o.compensate,
+            o.ridge,
+            o.memory,
+            o.loss,
+            self._batches.pairs,
+            o.refit,
+            o.progress,
+        )
+
+    def _widths(self) -> Widths:
+        o = self._options
+        if not isinstance(o.keep, Budget):
+            return widths(self._survey, o.keep, o.skip, o.round_to)
+        names = [d.name for d in prunable(self._survey, o.skip) if d.name not in self._unread]
+        job = self._job({d.name: d.units for d in self._survey.dimensions if d.name in names})
+        self._curves = error_curves(job, self._batches.again(), self._batches.first)
+        return Widths(budget_widths(job, self._curves, o.keep, o.round_to), {})
+
+    def _decide(self, job: Job, decided: dict[str, Selection]) -> None:
+        if self._options.order == "sequential":
+            sequential(job, self._batches.listed(), decided)
+            return
+        rest = {name for name in job.counts if name not in decided}
+        if rest:
+            found = collect(job, self._batches.again(), job.data_needs)
+            found = with_sensitivities(job, found, Edits())
+            whole = {name: with_task(job, name, found[name], Edits()) for name in job.counts if name in rest}
+            if self._options.order == "global":
+                decided = {**decided, **ranked_together(job, whole)}
+            else:
+                decided = {**decided, **{name: job.select(name, statistics) for name, statistics in whole.items()}}
+        if job.compensate == "dense":
+            sequential(job, self._batches.listed(), decided)
+            return
+        for name in job.counts:
+            job.decide(name, decided[name])
+        left = compensate_locally(job, self._batches.again()) if job.compensate == "local" else {}
+        measured = replace(job, compensate=None, selections={}, refits={}, progress=False)
+        sequential(measured, [self._batches.first], decided)
+        for number, why in left.items():
+            measured.refits[number] = replace(measured.refits[number], note=f"not compensated: {why}")
+        job.refits = {**measured.refits, **job.refits}
+
+    def _share(self, job: Job) -> None:
+        """Machines that round otherwise must end with the same weights: rank 0's."""
+        tensors = {f"t:{name}": value for name, value in job.edits.tensors.items()}
+        tensors |= {f"b:{number}": value for number, value in job.edits.biases.items()}
+        for key, value in self._team.same(tensors).items():
+            kind, _, name = key.partition(":")
+            if kind == "t":
+                job.edits.tensors[name] = value
+            else:
+                job.edits.biases[int(name)] = value
+
+    def _plan(self, job: Job) -> Plan:
+        structure = self._survey.structure
+        tensors = dict(structure.tensors)
+        for path, number in job.gained.items():
+            analysis = self._survey.analysis
+            (made,) = analysis.tracker.contractions[number].made
+            extent = analysis.extent(made)
+            axes = {0: extent} if names_in(extent) else {}
+            tensors[f"{path}.bias"] = TensorLayout((len(job.edits.biases[number]),), axes)
+        return Plan(job.kept, replace(structure, tensors=tensors, biases=tuple(job.gained)))
+
+    def _verified(self, proof: Proof) -> tuple[float, dict[str, float]]:
+        with self._team.together("the proof"):
+            error, limit, certificates = proof.compare(self._model)
+            if not error <= limit:
+                guilty = next((name for name, e in certificates.items() if not e <= limit), "unknown")
+                raise SurgeryError(
+                    f"removing units does not equal masking them (relative error {error:.1e}, hidden dimension "
+                    f"{guilty!r} first): the model is as it was; pass skip=[{guilty!r}] and report this"
+                )
+        return error, certificates
+
+    def _layer(self, job: Job, name: str, certificate: float) -> Layer:
+        dimension = next(d for d in self._survey.dimensions if d.name == name)
+        selection = job.selections[name]
+        error, before = job.errors(name)
+        return Layer(
+            name,
+            dimension.kind,
+            dimension.units,
+            len(selection.kept),
+            selection.iterations,
+            error,
+            certificate,
+            before if job.compensate else None,
+            job.notes(name),
+        )
+
+
+def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None) -> None:
+    """New weights, then surgery."""
+    for name, value in job.edits.tensors.items():
+        tensor = job.tensors[name]
+        set_data(tensor, value.to(tensor), tensor.grad, undo)
+    remove_(model, plan, undo, optimizer)
+    for path, number in job.gained.items():
+        bias = model.get_submodule(path).bias
+        layout = plan.structure.tensors[f"{path}.bias"]
+        small = _kept_part(job.edits.biases[number], layout, plan)
+        assert isinstance(bias, torch.Tensor)  # noqa: S101  # surgery has just put it there
+        bias.data = small.to(bias)
+
+
+def _kept_part(value: torch.Tensor, layout: TensorLayout, plan: Plan) -> torch.Tensor:
+    for axis, extent in layout.axes.items():
+        value = value.index_select(axis, torch.nonzero(kept_mask(extent, plan.kept)).flatten().to(value.device))
+    return value
