@@ -7,7 +7,8 @@ and fine-tunes each result alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -124,15 +125,27 @@ def run(
     ['dense', 'l1']
     """
     units_to_keep(keep, WIDTHS[1])  # tells at once, not after training
-    data = Digits.load(seed)
-    dense = network(seed)
-    train(dense, data, epochs, lr=0.1, seed=seed)
-    shown = _pruned(dense, data, keep, SHOWN, "dense", curves=True)
-    cost = shown.cost
-    rows = [Row("dense", cost.dense_params, cost.dense_macs, accuracy(dense, data.x_test, data.y_test, progress=False))]
-    for method in track(only or methods(), "pruning digits", show=progress):
-        rows.append(_row(dense, data, keep, method, max(1, epochs // 6), seed))
+    with _one_thread():
+        data = Digits.load(seed)
+        dense = network(seed)
+        train(dense, data, epochs, lr=0.1, seed=seed)
+        shown = _pruned(dense, data, keep, SHOWN, "dense", curves=True)
+        reached = accuracy(dense, data.x_test, data.y_test, progress=False)
+        rows = [Row("dense", shown.cost.dense_params, shown.cost.dense_macs, reached)]
+        for method in track(only or methods(), "pruning digits", show=progress):
+            rows.append(_row(dense, data, keep, method, max(1, epochs // 6), seed))
     return Demo(tuple(rows), shown)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads have more to do with each other than with matrices this small, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def write(demo: Demo, folder: Path, command: str = "ispasp demo") -> Path:
