@@ -78,6 +78,8 @@ def test_no_hint_where_the_input_was_chosen() -> None:
         ({"method": 3}, "unknown method 3"),
         ({"compensate": "all"}, "compensate='all': choose None, 'local' or 'dense'"),
         ({"compensate": True}, "compensate=True: choose None, 'local' or 'dense'"),
+        ({"refit": "some"}, "refit='some': choose 'consumers', or 'all' with compensate='dense'"),
+        ({"refit": "all", "compensate": "local"}, "refit='all': choose 'consumers', or 'all' with compensate='dense'"),
         ({"order": "backwards"}, "order='backwards': choose 'sequential'"),
         ({"round_to": 0}, "round_to=0: pass a whole number such as 8, or None"),
         ({"round_to": 2.5}, "round_to=2.5: pass a whole number"),

@@ -19,7 +19,10 @@ from support.written import NETWORKS
 
 
 def pruned(net: Written, memory: int | None, compensate: str | None) -> ispasp.Result:
-    options = {"method": "ispasp", "progress": False, "memory": memory, "compensate": compensate, **net.options}
+    options: dict[str, Any] = {"compensate": compensate}
+    if compensate == "all":
+        options = {"compensate": "dense", "refit": "all"}
+    options |= {"method": "ispasp", "progress": False, "memory": memory, **net.options}
     return ispasp.prune(net.build(), net.batches(), 0.34, **options)
 
 
@@ -47,6 +50,7 @@ def reruns(monkeypatch: pytest.MonkeyPatch) -> list[sources.Rerun]:
         ("view changed in place", "dense"),
         ("inception", "local"),
         ("heads", "dense"),
+        ("densenet", "all"),
     ],
 )
 def test_rerunning_equals_lockstep(name: str, compensate: str | None, reruns: list[sources.Rerun]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +103,36 @@ def test_a_later_block_makes_good_what_the_skip_connection_lacks(after: str) -> 
     local = ispasp.prune(dense, [x], keep, compensate="local", ridge=SHARP, progress=False)
     assert_close(output(aimed.model, x), output(dense, x), rtol=0, atol=1e-6)
     assert (output(local.model, x) - output(dense, x)).abs().max() > 0.5
+
+
+def test_every_layer_may_be_refitted_from_the_first_pruned_one_on() -> None:
+    """A consumer that loses nothing makes good what others have lost."""
+    dense = Lost("skip first").eval()
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), dense, nn.Linear(4, 3, bias=False)).double()
+    x = torch.randn(80, 4, dtype=torch.float64)
+    torch.nn.init.eye_(model[0].weight)
+    options = {"keep": {"1.up1": [1]}, "ridge": SHARP, "progress": False}
+    result = ispasp.prune(model, [x], refit="all", **options)
+    assert_close(output(result.model, x), output(model, x), rtol=0, atol=1e-6)
+    assert torch.equal(result.model[0].weight, model[0].weight)  # comes before anything is pruned
+    assert result.model[0].bias is None
+    assert (output(ispasp.prune(model, [x], **options).model, x) - output(model, x)).abs().max() > 0.5
+
+
+def test_a_layer_that_loses_nothing_may_gain_a_bias(tmp_path: Path) -> None:
+    def build(seed: int = 0) -> nn.Module:
+        return alive(mlp(5, 16, 12, 3, bias=False), seed)
+
+    x = torch.randn(100, 5, dtype=torch.float64)
+    result = ispasp.prune(build(), [x], {"0": 0.5}, refit="all", progress=False)
+    assert all(isinstance(result.model[k].bias, nn.Parameter) for k in (2, 4))
+    assert result.model[0].bias is None
+    assert result.cost.params == sum(p.numel() for p in result.model.parameters())
+    ispasp.save(result, tmp_path)
+    assert torch.equal(output(ispasp.load(tmp_path, build(1)), x), output(result.model, x))
+    bare = ispasp.prune(build(), [x], {"0": 0.5}, progress=False)
+    left, more = ((output(r.model, x) - output(build(), x)).norm() for r in (result, bare))
+    assert left < more
 
 
 def test_a_consumer_that_loses_nothing_is_not_touched() -> None:

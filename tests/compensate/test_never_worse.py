@@ -28,8 +28,9 @@ OPTIONS = st.fixed_dictionaries(
         "keep": st.sampled_from([0.3, 0.6]),
         "method": st.sampled_from(["ispasp", "l1"]),
         "memory": st.sampled_from([None, 1]),
+        "refit": st.sampled_from(["consumers", "all"]),
     }
-)
+).filter(lambda options: options["refit"] == "consumers" or options["compensate"] == "dense")
 
 
 def check(result: ispasp.Result) -> None:

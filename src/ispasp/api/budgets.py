@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ispasp.api.job import Job
 from ispasp.api.oneshot import collect, stops
+from ispasp.api.task import with_sensitivities, with_task
 from ispasp.budget import Budget, Curve, allocate, error_curve
 from ispasp.budget.sample import sampled_energy
+from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.readers import products
 from ispasp.graph.tails import scale
 from ispasp.graph.trace import Batch
@@ -23,12 +25,9 @@ def error_curves(job: Job, batches: Iterable[Batch], first: Batch) -> dict[str, 
     a sample of positions of the first one.
     """
     energies = job.team.sum_tensors(_energies(job, first))
-    found = collect(job, batches, job.data_needs)
-    curves = {}
-    for name, statistics in found.items():
-        E = energies[name]
-        curves[name] = error_curve(job.selector, job.team.sum(statistics), energy=E)
-    return curves
+    found = with_sensitivities(job, collect(job, batches, job.data_needs), Edits())
+    whole = {name: job.team.sum(with_task(job, name, part, Edits())) for name, part in found.items()}
+    return {name: error_curve(job.selector, part, energy=energies[name]) for name, part in whole.items()}
 
 
 def _energies(job: Job, batch: Batch) -> dict[str, Tensor]:
