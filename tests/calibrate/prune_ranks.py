@@ -32,10 +32,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ispasp": ("resnet", {"method": "ispasp", "compensate": None, "keep": 0.34}),
-    "topk": ("resnet", {"method": "topk", "compensate": None, "scope": "all"}),
+    "topk": ("encoder", {"method": "topk", "compensate": None}),
     "l1": ("resnet", {"method": "l1", "compensate": None}),
     "obs": ("encoder", {"method": "obs", "compensate": None}),
-    "ispasp dense": ("resnet", {"method": "ispasp", "compensate": "dense", "keep": 0.34}),
+    "ispasp dense": ("resnet", {"method": "ispasp", "compensate": "dense", "keep": 0.34, "scope": "all"}),
     "l1 dense": ("resnet", {"method": "l1", "compensate": "dense", "memory": 1}),
     "obs dense": ("encoder", {"method": "obs", "compensate": "dense"}),
     "topk local": ("encoder", {"method": "topk", "compensate": "local", "order": "oneshot"}),

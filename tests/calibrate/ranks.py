@@ -174,6 +174,7 @@ def interrupted(rank: int) -> dict[str, Any]:
     if rank == 1:
         time.sleep(1)
         return {"first": in_block(ranks, lambda: ranks.total(1), "the block")}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may have been told to ignore it
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with ranks.together("the block"):

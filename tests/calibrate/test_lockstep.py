@@ -17,10 +17,12 @@ def plan(net: Written, method: str, **options: object) -> Plan:
     return ispasp.prune(net.build(), net.batches(), KEEP, method=method, **options).plan
 
 
-CASES = [(name, method) for name in NETWORKS for method in ("ispasp", "topk", "l1", "obs")]
+SLOW = ("resnet, sizes of images differ", "resnet", "heads")  # most of their parts are in others as well
+CASES = [(name, method) for name in NETWORKS for method in ("ispasp", "obs", "topk", "l1")]
+CASES = [(name, method) for name, method in CASES if name not in SLOW or method == "ispasp"]
 
 
-@pytest.mark.parametrize(("name", "method"), [c for c in CASES if "differ" not in c[0] or c[1] == "ispasp"])
+@pytest.mark.parametrize(("name", "method"), [*CASES, ("heads", "obs"), ("heads", "l1")])
 def test_lockstep_equals_naive(name: str, method: str) -> None:
     net = NETWORKS[name]
     assert plan(net, method).kept == naive(net, method, KEEP, "surgery")

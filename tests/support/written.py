@@ -126,7 +126,7 @@ NETWORKS: dict[str, Written] = {
     ),
     "heads": Written(
         lambda: alive(Encoder()),
-        _batches(6, 12),
+        _batches(6, 12, sizes=(2, 2, 2, 2)),
         tuple(
             reads
             for k in range(2)
