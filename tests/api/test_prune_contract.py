@@ -34,7 +34,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.bomb = alive(ResNet()), Bomb()
+        self.body, self.bomb = alive(ResNet(small=True)), Bomb()
         self.train()
         self.body.layer1.eval()
         for number, parameter in enumerate(self.parameters()):
@@ -170,7 +170,7 @@ def count_calls() -> int:
     return model.bomb.calls
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_a_failure_inside_the_forward_leaves_everything_as_it_was(at: str, error: type[BaseException]) -> None:
     calls = count_calls()

@@ -130,20 +130,20 @@ def test_what_is_no_model(verb: Any) -> None:
         verb(lambda x: x, [X])
 
 
-@pytest.mark.parametrize("bad", [numpy.nan, numpy.inf, -numpy.inf])
 @pytest.mark.parametrize(
-    ("method", "compensate", "order"),
+    ("method", "compensate", "order", "bad"),
     [
-        ("ispasp", None, "sequential"),
-        ("ispasp", "dense", "sequential"),
-        ("topk", None, "oneshot"),
-        ("l1", "local", "sequential"),
-        ("l1", "dense", "sequential"),
-        ("l1", "local", "oneshot"),
-        ("obs", "dense", "oneshot"),
+        ("ispasp", None, "sequential", numpy.nan),
+        ("ispasp", "dense", "sequential", -numpy.inf),
+        ("topk", None, "oneshot", numpy.nan),
+        ("l1", "local", "sequential", numpy.nan),
+        ("l1", "dense", "sequential", numpy.nan),
+        ("l1", "dense", "sequential", numpy.inf),
+        ("l1", "local", "oneshot", -numpy.inf),
+        ("obs", "dense", "oneshot", numpy.inf),
     ],
 )
-def test_nan_and_inf_name_the_place_and_the_batch(bad: float, method: str, compensate: str | None, order: str) -> None:
+def test_nan_and_inf_name_the_place_and_the_batch(method: str, compensate: str | None, order: str, bad: float) -> None:
     batches = [X.clone() for _ in range(3)]
     batches[2][4, 1] = bad
     text = told(batches, method=method, compensate=compensate, order=order)

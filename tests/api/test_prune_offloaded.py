@@ -18,7 +18,7 @@ BATCHES = [torch.randn(n, 3, 9, 9, generator=torch.Generator().manual_seed(n)) f
 
 
 def offloaded(how: str, folder: Path) -> nn.Module:
-    model = alive(ResNet()).float()
+    model = alive(ResNet(small=True)).float()
     if how == "cpu":
         return cpu_offload(model, execution_device="cpu")
     if how == "disk":
@@ -33,13 +33,13 @@ def test_offloaded_models(how: str, in_place: bool, tmp_path: Path) -> None:
     model = offloaded(how, tmp_path / "weights")
     verb: Any = ispasp.prune_ if in_place else ispasp.prune
     result = verb(model, BATCHES, progress=False)
-    expected = ispasp.prune(alive(ResNet()).float(), BATCHES, progress=False)
+    expected = ispasp.prune(alive(ResNet(small=True)).float(), BATCHES, progress=False)
     assert (result.model is model) == in_place
     assert result.plan.kept == expected.plan.kept
     with torch.no_grad():
         assert_close(result.model(BATCHES[0]), expected.model(BATCHES[0]), rtol=1e-4, atol=1e-5)
         if not in_place:
-            assert_close(model(BATCHES[0]), alive(ResNet()).float()(BATCHES[0]), rtol=1e-4, atol=1e-5)
+            assert_close(model(BATCHES[0]), alive(ResNet(small=True)).float()(BATCHES[0]), rtol=1e-4, atol=1e-5)
     where = {p.device.type for p in result.model.parameters()}
     assert where == ({"meta"} if how != "map" else {"cpu", "meta"})  # still offloaded
 

@@ -54,7 +54,7 @@ SABOTAGE: dict[str, Callable[..., None]] = {
 
 @pytest.mark.parametrize("how", SABOTAGE)
 def test_wrong_surgery_is_noticed_and_taken_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = alive(ResNet())
+    model = alive(ResNet(small=True))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     sizes = {name: vars(m).get("out_channels") for name, m in model.named_modules()}
     monkeypatch.setattr(module, "remove_", SABOTAGE[how])
@@ -72,15 +72,13 @@ def test_wrong_surgery_is_noticed_and_taken_back(how: str, monkeypatch: pytest.M
 def test_the_guilty_dimension_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "remove_", SABOTAGE["consumer reads other filters"])
     with pytest.raises(ispasp.SurgeryError, match=r"pass skip=\['layer1.1.conv1'\]"):
-        ispasp.prune(alive(ResNet()), IMAGES, progress=False)
+        ispasp.prune(alive(ResNet(small=True)), IMAGES, progress=False)
 
 
-@pytest.mark.parametrize("compensate", [None, "dense"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_certificates_are_rounding_errors(name: str, compensate: str | None) -> None:
+def test_certificates_are_rounding_errors(name: str) -> None:
     net: Written = NETWORKS[name]
-    options = {"compensate": compensate, "progress": False, **net.options}
-    result = ispasp.prune(net.build().float(), [x.float() for x in net.batches()[:1]], **options)
+    result = ispasp.prune(net.build().float(), [x.float() for x in net.batches()[:1]], progress=False, **net.options)
     assert result.verified < 1e-5
     assert max(layer.certificate for layer in result.layers) < 1e-5
     assert len(result.layers) == len(net.names)

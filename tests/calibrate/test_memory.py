@@ -76,7 +76,7 @@ def peak(batches: int, compensate: str | None, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(module, "collect", watched(oneshot.collect))
         patch.setattr(module, "compensate_locally", watched(oneshot.compensate_locally))
         options = {"order": "oneshot", "compensate": compensate, "method": "obs", "progress": False}
-        ispasp.prune(alive(ResNet()), loader, **options)
+        ispasp.prune(alive(ResNet(small=True)), loader, **options)
     assert len(loader.made) >= batches * (1 if compensate is None else 2)  # every pass asks for them anew
     assert len(measured) == (1 if compensate is None else 2)
     return max(measured), loader.most
@@ -104,15 +104,15 @@ def test_no_passage_outlives_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(oneshot, "Passage", Watched)
     options = {"order": "oneshot", "compensate": "local", "progress": False}
-    ispasp.prune(alive(ResNet()), Loader(10), **options)
+    ispasp.prune(alive(ResNet(small=True)), Loader(10), **options)
     assert len(passages) == 20
     assert most <= 3
 
 
 def test_values_are_let_go_when_nobody_needs_them() -> None:
     """The live activations in front of the last layer are those of that layer, not of the network."""
-    found = ispasp.survey(alive(ResNet()), torch.zeros(2, 3, 9, 9, dtype=torch.float64))
-    model = alive(ResNet())
+    found = ispasp.survey(alive(ResNet(small=True)), torch.zeros(2, 3, 9, 9, dtype=torch.float64))
+    model = alive(ResNet(small=True))
     from ispasp.calibrate.circuit import Edits, named_tensors
     from ispasp.calibrate.traces import Circuits
 
@@ -126,7 +126,7 @@ def test_values_are_let_go_when_nobody_needs_them() -> None:
             sizes.append(passage.bytes)
         (output,) = passage.advance()
     assert sizes[0] == batch.untyped_storage().nbytes()
-    assert sizes[-1] == 2 * 6 * 8  # what the last linear layer reads
+    assert sizes[-1] == 2 * 8 * 8  # what the last linear layer reads
     assert max(sizes) < 2.5 * 2 * 6 * 9 * 9 * 8
     assert passage.bytes == 0
     with torch.no_grad():

@@ -16,7 +16,7 @@ from support.networks import Network, networks
 from support.written import NETWORKS
 
 fuzz = settings(
-    max_examples=int(os.environ.get("ISPASP_EXAMPLES", "10")),
+    max_examples=int(os.environ.get("ISPASP_EXAMPLES", "8")),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
