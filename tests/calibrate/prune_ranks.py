@@ -27,8 +27,8 @@ from support.nets import Encoder, ResNet, alive
 
 SIZE = 2
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet": (lambda: alive(ResNet()).float(), (3, 9, 9)),
-    "encoder": (lambda: alive(Encoder()).float(), (6, 12)),
+    "resnet": (lambda: alive(ResNet(small=True)).float(), (3, 9, 9)),
+    "encoder": (lambda: alive(Encoder(layers=1)).float(), (6, 12)),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ispasp": ("resnet", {"method": "ispasp", "compensate": None, "keep": 0.34}),
