@@ -26,7 +26,7 @@ def error_curves(job: Job, batches: Iterable[Batch], first: Batch) -> dict[str, 
     """
     energies = job.team.sum_tensors(_energies(job, first))
     found = with_sensitivities(job, collect(job, batches, job.data_needs), Edits())
-    whole = {name: job.team.sum(with_task(job, name, part, Edits())) for name, part in found.items()}
+    whole = {name: job.total(with_task(job, name, part, Edits())) for name, part in found.items()}
     return {name: error_curve(job.selector, part, energy=energies[name]) for name, part in whole.items()}
 
 

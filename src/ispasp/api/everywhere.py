@@ -18,9 +18,7 @@ def ranked_together(job: Job, found: Mapping[str, Statistics]) -> dict[str, Sele
 
     Scores are divided by their l2 norm in each hidden dimension, as Michel et al. (2019) do for heads.
     """
-    choices = {
-        name: job.selector.select(job.team.sum(statistics), job.units[name]) for name, statistics in found.items()
-    }
+    choices = {name: job.selector.select(job.total(statistics), job.units[name]) for name, statistics in found.items()}
     if not all(choice.scores for choice in choices.values()):
         raise InputError(
             f"method {job.selector.name!r} does not score units one by one, and order='global' ranks scores: choose "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from ispasp.calibrate.gradients import Loss
 from ispasp.calibrate.measure import STATISTICS
 from ispasp.calibrate.producers import producers
 from ispasp.calibrate.readers import Reader, readers
+from ispasp.calibrate.tally import Tally
 from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
 from ispasp.compensate.refit import Refit
@@ -76,9 +77,18 @@ class Job:
             return ()
         return producers(self.survey.analysis, name, self.tensors)
 
+    def tally(self) -> Tally:
+        """An empty one, with the mini-batches that the selector wants to see apart."""
+        return Tally(self.selector.parts, self.team.rank, self.team.size)
+
+    def total(self, statistics: Statistics) -> Statistics:
+        """The statistics of all machines, without mini-batches that no machine had."""
+        parts = [self.team.sum(part) for part in statistics.parts]
+        return replace(self.team.sum(statistics), parts=tuple(part for part in parts if _has_data(part)))
+
     def select(self, name: str, statistics: Statistics) -> Selection:
         """Let the selector choose, from the statistics of all machines; every machine gets the same answer."""
-        selection = self.selector.select(self.team.sum(statistics), self.counts[name])
+        selection = self.selector.select(self.total(statistics), self.counts[name])
         kept = self.team.same({"kept": torch.tensor(selection.kept)})["kept"]
         if tuple(kept.tolist()) != selection.kept:  # other hardware may round otherwise: rank 0 decides
             selection = Selection(tuple(kept.tolist()))
@@ -106,3 +116,7 @@ class Job:
         """Remarks on the consumers of a hidden dimension."""
         rows = [(r.path, self.refits[r.number].note) for r in self.readers_of[name] if r.number in self.refits]
         return tuple(f"{path}: {note}" for path, note in rows if note)
+
+
+def _has_data(statistics: Statistics) -> bool:
+    return any(reading.moment or reading.magnitude or reading.gram for reading in statistics.readings)

@@ -21,22 +21,17 @@ from ispasp.types import Reading, Statistics
 
 def collect(job: Job, batches: Iterable[Batch], needs: Collection[str]) -> dict[str, Statistics]:
     """Statistics of every hidden dimension, of this machine's batches."""
-    readings: dict[str, dict[int, tuple[Reading, ...]]] = {name: {} for name in job.counts}
+    tally = job.tally()
     with job.team.together("the calibration"):
         for number, batch in enumerate(track(batches, "calibrating", show=job.progress)):
             for reader, passage in stops(job, batch):
                 for name, rows in _read(reader, passage, needs, number).items():
-                    known = readings[name].get(reader.number)
-                    both = rows if known is None else tuple(a + b for a, b in zip(known, rows, strict=True))
-                    readings[name][reader.number] = both
-    return {
-        name: Statistics(
-            job.units[name],
-            tuple(row for reader in job.readers_of[name] for row in found[reader.number]),
-            job.made_by(name),
-        )
-        for name, found in readings.items()
+                    tally.add((name, reader.number), rows, number)
+    found = {
+        name: tally.statistics(job.units[name], [(name, reader.number) for reader in job.readers_of[name]])
+        for name in job.counts
     }
+    return {name: replace(statistics, producers=job.made_by(name)) for name, statistics in found.items()}
 
 
 def stops(job: Job, batch: Batch) -> Iterator[tuple[Reader, Passage]]:

@@ -86,14 +86,12 @@ class _Walk:
         job = self._job
 
         def of_all(passages: Iterator[Passage]) -> Statistics:
-            total: Statistics | None = None
+            tally = job.tally()
             for number, passage in enumerate(passages):
-                part = statistics(job, name, passage, number)
-                total = part if total is None else total + part
+                tally.add(name, readings(job, name, passage, number), number)
                 if not job.data_needs:
                     break  # weights are the same for every batch
-            assert total is not None  # noqa: S101  # there is at least one batch
-            return total
+            return replace(tally.statistics(job.units[name], [name]), producers=job.made_by(name))
 
         with job.team.together(f"the calibration of {name!r}"):
             mine = with_sensitivities(job, {name: self._over(reader, of_all)}, job.edits)[name]
@@ -109,16 +107,16 @@ class _Walk:
             job.gained[owner(where.weight)] = reader.number
 
 
-def statistics(job: Job, name: str, passage: Passage, batch: int) -> Statistics:
+def readings(job: Job, name: str, passage: Passage, batch: int) -> tuple[Reading, ...]:
     """Statistics of one batch at all consumers of a hidden dimension."""
-    readings: list[Reading] = []
+    found: list[Reading] = []
     for reader in job.readers_of[name]:
         arguments = passage.arguments(reader.number)
         try:
-            readings += read(reader, [name], arguments, _outputs(job, reader, passage), job.data_needs)[name]
+            found += read(reader, [name], arguments, _outputs(job, reader, passage), job.data_needs)[name]
         except IspaspError as error:
             raise type(error)(f"hidden dimension {name!r}, read by {reader.path}, batch {batch}: {error}") from error
-    return Statistics(job.units[name], tuple(readings), job.made_by(name))
+    return tuple(found)
 
 
 def _outputs(job: Job, reader: Reader, passage: Passage) -> Tensor | None:

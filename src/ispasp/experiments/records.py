@@ -84,4 +84,4 @@ def _columns(kind: Any) -> tuple[Field[Any], ...]:
 def _written(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)

@@ -96,8 +96,12 @@ def summary(rows: Sequence[Row], settings: Settings, command: str) -> str:
 
 def _line(rows: Sequence[Row], row: Row) -> str:
     times = row.seconds / _find(rows, row.block, row.keep, "ispasp").seconds
-    cells = [row.block, row.keep, TITLES[row.method], f"{row.seconds:.3g}", f"{times:,.0f}x", row.scaling]
+    cells = [row.block, row.keep, TITLES[row.method], _seconds(row.seconds), f"{times:,.0f}x", row.scaling]
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _claims(rows: Sequence[Row]) -> list[str]:

@@ -22,6 +22,11 @@ class Selector(ABC):
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]]
 
+    @property
+    def parts(self) -> int:
+        """How many mini-batches it wants to see apart, in `Statistics.parts`; 0: only the sum of all."""
+        return 0
+
     @abstractmethod
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
         """Choose `keep` (a fraction or a number) of the units of one hidden dimension.

@@ -31,6 +31,7 @@ class ISpaSP(Selector):
 
     `rank` says what "largest" means for importance and activations: "value" as the paper prints it, right for
     non-negative activations (ReLU); "magnitude" as CoSaMP does, for signed ones (GELU, attention).
+    `minibatches`: every iteration looks at another mini-batch, in turn, as in the paper's experiments.
 
     >>> import torch
     >>> from ispasp.calibrate import measure
@@ -45,6 +46,12 @@ class ISpaSP(Selector):
 
     iterations: int = 20
     rank: Rank = "value"
+    minibatches: bool = False
+
+    @property
+    def parts(self) -> int:
+        """A mini-batch for every iteration."""
+        return self.iterations if self.minibatches else 0
 
     def __post_init__(self) -> None:
         """Refuse options that mean nothing."""
@@ -60,7 +67,12 @@ class ISpaSP(Selector):
         >>> ISpaSP(rank="magnitude").select(Statistics(3, (reading,)), keep=1).kept
         (1,)
         """
-        return i_spasp(statistics, keep, iterations=self.iterations, rank=self.rank)
+        if self.minibatches and not (isinstance(statistics, Statistics) and statistics.parts):
+            raise InputError(
+                "minibatches=True needs the statistics of each mini-batch: pass Statistics(..., parts=...)"
+            )
+        data = statistics.parts if self.minibatches else statistics
+        return i_spasp(data, keep, iterations=self.iterations, rank=self.rank)
 
 
 def i_spasp(

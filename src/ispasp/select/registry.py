@@ -51,7 +51,7 @@ def selector(method: str | Selector) -> Selector:
     """The selector of that name with its default options, or the selector itself.
 
     >>> selector("ispasp")
-    ISpaSP(iterations=20, rank='value')
+    ISpaSP(iterations=20, rank='value', minibatches=False)
     >>> selector("magic")
     Traceback (most recent call last):
     ...

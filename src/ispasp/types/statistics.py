@@ -137,6 +137,7 @@ class Statistics:
 
     Producers carry weights only, no data; they are empty where no method asks for them. `task(masks, step)` gives the
     task loss of networks in which only the units of each mask (m, units) stay, on the mini-batch of that step. (m,)
+    `parts` are the same statistics of single mini-batches, for a selector that takes a new one at every step.
 
     >>> from ispasp.types.consumer import LinearConsumer
     >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), 3)),))
@@ -148,6 +149,7 @@ class Statistics:
     readings: tuple[Reading, ...]
     producers: tuple[Producer, ...] = ()
     task: Callable[[Tensor, int], Tensor] | None = None
+    parts: tuple[Statistics, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse statistics that cannot belong to one hidden dimension."""
@@ -172,7 +174,7 @@ class Statistics:
                 f"{other.units} units and {len(other.readings)} consumers: they are of different hidden dimensions"
             )
         readings = tuple(a + b for a, b in zip(self.readings, other.readings, strict=True))
-        return Statistics(self.units, readings, self.producers, self.task)
+        return Statistics(self.units, readings, self.producers, self.task, self.parts + other.parts)
 
 
 def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
