@@ -105,6 +105,11 @@ def test_schedules_start_at_the_learning_rate_and_never_rise_after_warmup(
     assert rates[rising:] == sorted(rates[rising:], reverse=True)
 
 
+def test_warmup_rises_in_equal_steps_then_the_schedule_begins() -> None:
+    rates = [AdamW(lr=1.0, warmup=0.4).lr_at(step, 10) for step in range(10)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1 - done / 6 for done in range(6)])
+
+
 def test_step_decay_is_the_papers() -> None:
     rates = [Sgd(lr=1e-3, schedule="steps").lr_at(step, 8) for step in range(8)]
     assert rates == pytest.approx([1e-3] * 4 + [1e-4] * 2 + [1e-5] * 2)
@@ -203,6 +208,12 @@ def test_dict_batches_use_the_models_own_loss_or_its_logits() -> None:
     assert smooth == pytest.approx(expected)
 
 
+def test_labels_in_a_dict_are_kept_from_a_model_that_takes_none() -> None:
+    dicts = [{"input": x, "labels": y} for x, y in batches()]
+    losses = finetune(network(), dicts, epochs=0.5).losses
+    assert losses == finetune(network(), batches(), epochs=0.5).losses
+
+
 def test_a_hugging_face_classifier_learns() -> None:
     pytest.importorskip("transformers")
     import_torchvision()  # transformers imports it
@@ -224,6 +235,7 @@ def test_a_hugging_face_classifier_learns() -> None:
     ids = torch.randint(5, 20, (32, 6))
     labels = (ids[:, 1] > 12).long()
     loader = [{"input_ids": a, "labels": b} for a, b in zip(ids.split(8), labels.split(8), strict=True)]
+    loader = [transformers.BatchEncoding(batch) for batch in loader]
     result = finetune(model, loader, epochs=24, recipe=AdamW(lr=0.01))
     assert result.losses[-1] < 0.5 * result.losses[0]
     assert not model.training
@@ -277,6 +289,29 @@ def test_bf16_trains_in_lower_precision_and_full_precision_can_follow() -> None:
     finetune(model, batches())
     assert set(seen) == {torch.float32}
     assert low.losses == pytest.approx(finetune(network(), batches()).losses, rel=0.02)
+
+
+def test_trains_where_the_caller_has_switched_gradients_off() -> None:
+    expected = finetune(network(), batches(), epochs=0.5).losses
+    with torch.no_grad():
+        assert finetune(network(), batches(), epochs=0.5).losses == expected
+        assert not torch.is_grad_enabled()
+    model, data = network(), batches()
+    with torch.inference_mode():
+        assert finetune(model, data, epochs=0.5).losses == expected
+
+
+def test_an_accelerator_of_the_caller_keeps_its_accumulation() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    try:
+        own = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+        finetune(network(), batches(), epochs=0.5)
+        assert own.gradient_accumulation_steps == 4
+        with pytest.raises(InputError, match="accelerate refuses mixed_precision='bf16'"):
+            finetune(network(), batches(), mixed_precision="bf16")
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
 
 
 def test_only_what_requires_gradients_changes() -> None:
@@ -334,6 +369,32 @@ def test_every_epoch_is_shuffled_anew() -> None:
     assert orders[:12] != orders[12:]
 
 
+def test_evaluation_after_every_epoch_changes_nothing() -> None:
+    loader = DataLoader(TensorDataset(*examples()), batch_size=8, shuffle=True)
+    plain = network(norm=True, dropout=0.5)
+    expected = finetune(plain, loader, epochs=2.5, recipe=Sgd(lr=0.1))
+    modes: list[bool] = []
+
+    def accuracy(model: nn.Module) -> Tensor:
+        modes.append(any(module.training for module in model.modules()) or torch.is_grad_enabled())
+        model.train()
+        x, y = examples()
+        return (model.eval()(x).argmax(1) == y).float().mean() + torch.rand(1).item() * 0
+
+    model = network(norm=True, dropout=0.5)
+    result = finetune(model, loader, epochs=2.5, recipe=Sgd(lr=0.1), evaluate=accuracy)
+    assert modes == [False, False, False]
+    assert list(result.scores) == [6, 12, 15]
+    assert result.scores[15] == pytest.approx(float(accuracy(model)))
+    assert result.losses == expected.losses
+    assert torch.equal(parameters(model), parameters(plain))
+    text = str(result)
+    assert "score after" in text
+    assert [f"│ {rows} " in text for rows in ("1-6", "7-12", "13-15")] == [True] * 3
+    assert not expected.scores
+    assert "score" not in str(expected)
+
+
 def test_the_result_prints_itself() -> None:
     text = str(finetune(network(), batches(), epochs=2))
     assert "Sequential: 12 steps, 2 epochs" in text
@@ -369,6 +430,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"loader": [x for x, _ in batches()]}, "has no labels: yield \\(inputs, labels\\)"),
     ({"loader": [(x,) for x, _ in batches()]}, "or pass loss="),
     ({"loader": [("text", "label")], "loss": lambda o, b: o}, "without tensors"),
+    ({"loader": [{"input": x, "label": y} for x, y in batches()]}, "dict with input, label\\) has no labels"),
+    ({"loader": [(x, y.int()) for x, y in batches()]}, "labels are \\(8,\\) torch.int32 .*\\(int64\\)"),
+    ({"loader": [(x, y + 9) for x, y in batches()]}, "out of bounds\\): yield one whole number from 0"),
+    ({"loader": [(x, ["a"] * 8) for x, y in batches()]}, "the labels are a list"),
+    ({"model": nn.Linear(6, 1)}, "one number per example, whose cross entropy is always 0"),
+    ({"evaluate": lambda model: "good"}, "evaluate gave a str: return one number"),
+    ({"evaluate": 1}, "evaluate is a int: pass a function"),
+    ({"loss": "mse"}, "loss is a str: pass a function"),
+    ({"teacher": "dense"}, "the teacher is a str"),
+    ({"epochs": "2"}, "epochs='2'"),
     ({"epochs": 0}, "epochs=0: pass a number above 0"),
     ({"epochs": float("nan")}, "epochs=nan"),
     ({"accumulate": 0}, "accumulate=0: pass a whole number of 1 or more"),
@@ -413,6 +484,12 @@ def test_the_model_is_no_teacher_of_itself() -> None:
     ("make", "says"),
     [
         (lambda: Sgd(lr=0), "lr=0"),
+        (lambda: Sgd(lr="0.1"), "lr='0.1'"),  # type: ignore[arg-type]
+        (lambda: Sgd(momentum=1.0), "momentum=1.0: pass a number from 0 to below 1"),
+        (lambda: Sgd(weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: Sgd(momentum=0.0, nesterov=True), "nesterov=True needs momentum"),
+        (lambda: AdamW(betas=0.9), "pass two numbers"),  # type: ignore[arg-type]
+        (lambda: AdamW(betas=(0.9, 1.0)), "betas=1.0"),
         (lambda: AdamW(schedule="cos"), "choose from"),
         (lambda: Sgd(warmup=1.0), "warmup=1.0"),
         (lambda: Teacher(nn.Identity(), temperature=0), "temperature=0"),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,21 +138,61 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(name: str, stop: int, t
     every=st.integers(1, 5),
     accumulate=st.sampled_from([1, 2, 3]),
     recipe=st.sampled_from([Sgd(lr=0.1), AdamW(lr=0.01, warmup=0.2)]),
+    name=st.sampled_from(sorted(LOADERS)),
 )
 def test_any_interruptions_with_any_recipe(
-    stops: list[int], every: int, accumulate: int, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
+    stops: list[int], every: int, accumulate: int, recipe: Recipe, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     options: dict[str, Any] = {"accumulate": accumulate, "checkpoint_every": every, "recipe": recipe}
-    expected, whole = trained(LOADERS["own generator"](), None, **options)
+    expected, whole = trained(LOADERS[name](), None, **options)
     for stop in stops:
         try:
-            trained(LOADERS["own generator"](), folder, stop, **options)
+            trained(LOADERS[name](), folder, stop, **options)
         except Stopped:
             continue
-    model, result = trained(LOADERS["own generator"](), folder, **options)
+    model, result = trained(LOADERS[name](), folder, **options)
     assert_equal(model, expected)
     assert result.losses == whole.losses
+
+
+KILLED: dict[str, Any] = {"accumulate": 2, "checkpoint_every": 1, "mixed_precision": "bf16", "epochs": 2.5}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_killed_and_interrupted_processes(tmp_path: Path) -> None:
+    """kill -9 in the first epoch, Ctrl-C in the third, both between two batches of a step; the rest is done here."""
+    expected, whole = trained(LOADERS["augmented"](), None, **KILLED)
+    assert whole.steps == 8
+    for stop, end in ((3, signal.SIGKILL), (11, signal.SIGINT)):
+        command = [sys.executable, __file__, str(tmp_path), str(stop)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+            assert process.stdout is not None
+            assert process.stdout.readline() == "at work\n", process.communicate()[1]
+            process.send_signal(end)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == -end, errors
+    model, result = trained(LOADERS["augmented"](), tmp_path, **KILLED)
+    assert result.resumed == 7
+    assert result.losses == whole.losses
+    assert_equal(model, expected)
+
+
+def wait(folder: Path, stop: int) -> None:
+    """Train, and in the (stop + 1)th batch say so and wait for the end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with Ctrl-C ignored
+    calls = 0
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > stop:
+            print("at work", flush=True)
+            time.sleep(60)
+        return functional.cross_entropy(output, batch[1])
+
+    arguments: dict[str, Any] = {"recipe": Sgd(lr=0.1), "checkpoint": folder, **KILLED}
+    finetune(network(), LOADERS["augmented"](), loss=loss, **arguments)
 
 
 def test_the_same_model_and_loader_may_go_on(tmp_path: Path) -> None:
@@ -160,6 +205,19 @@ def test_the_same_model_and_loader_may_go_on(tmp_path: Path) -> None:
             finetune(model, loader, loss=stopping(stop), **arguments)
     finetune(model, loader, loss=stopping(99), **arguments)
     assert_equal(model, expected)
+
+
+def test_scores_go_on_too(tmp_path: Path) -> None:
+    def score(model: nn.Module) -> float:
+        return float(model(examples()[0]).sum())
+
+    _, whole = trained(LOADERS["shuffled"](), None, evaluate=score)
+    with pytest.raises(Stopped):
+        trained(LOADERS["shuffled"](), tmp_path, 7, evaluate=score)
+    _, result = trained(LOADERS["shuffled"](), tmp_path, evaluate=score)
+    assert list(whole.scores) == [5, 10, 12]
+    assert result.scores == whole.scores
+    assert result.resumed == 6
 
 
 def test_with_a_teacher_and_bf16(tmp_path: Path) -> None:
@@ -284,10 +342,17 @@ def test_a_checkpoint_of_another_model_or_loader_is_refused(tmp_path: Path) -> N
         trained(LOADERS["own generator"](), tmp_path, 3)
     other = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
     arguments: dict[str, Any] = {"epochs": 2.4, "recipe": Sgd(lr=0.1), "loss": stopping(99), "checkpoint": tmp_path}
-    with pytest.raises(InputError, match="'0.bias' is \\(8,\\) in the model and \\(12,\\) in the checkpoint"):
+    with pytest.raises(InputError, match="'0.bias' is \\(8,\\) float32 in the model and \\(12,\\) float32 in the ch"):
         finetune(other, LOADERS["own generator"](), **arguments)
     with pytest.raises(InputError, match="'4.bias' is .* in the model and not there|'4.bias' is not there"):
         finetune(nn.Sequential(*list(network())[:4]), LOADERS["own generator"](), **arguments)
+    with pytest.raises(InputError, match="'0.bias' is \\(12,\\) float64 in the model and \\(12,\\) float32 in the ch"):
+        finetune(network().double(), LOADERS["own generator"](), **arguments)
+    for frozen in (0, 4):
+        model = network()
+        model[frozen].requires_grad_(False)
+        with pytest.raises(InputError, match="trained other parameters of the model: set requires_grad as it was"):
+            finetune(model, LOADERS["own generator"](), **arguments)
     with pytest.raises(InputError, match="knows 1 generators of the loader, this loader has 0"):
         trained(LOADERS["in order"](), tmp_path)
 
@@ -299,6 +364,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     checkpoint.save_file({"a": torch.ones(1)}, tmp_path / FILE)
     with pytest.raises(SaveError, match="not a checkpoint of this version"):
         trained(LOADERS["list"](), tmp_path)
+    for about in ("{", "[]", '{"step": 2}'):
+        metadata = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "about": about}
+        checkpoint.save_file({"losses": torch.ones(1)}, tmp_path / FILE, metadata)
+        with pytest.raises(SaveError, match="is damaged: .*delete it to start anew"):
+            trained(LOADERS["list"](), tmp_path)
+
+
+def test_persistent_workers_cannot_be_resumed(tmp_path: Path) -> None:
+    loader = DataLoader(Noisy(), batch_size=8, num_workers=1, persistent_workers=True)
+    with pytest.raises(InputError, match="pass persistent_workers=False, or no checkpoint"):
+        trained(loader, tmp_path)
 
 
 def test_an_optimizer_that_remembers_more_than_tensors_is_refused() -> None:
@@ -307,3 +383,7 @@ def test_an_optimizer_that_remembers_more_than_tensors_is_refused() -> None:
     optimizer.state[weight]["note"] = "text"
     with pytest.raises(SaveError, match="remembers 'note' as a str"):
         checkpoint.optimizer_tensors(optimizer)
+
+
+if __name__ == "__main__":
+    wait(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from ispasp.api.copying import copied
-from ispasp.api.result import Layer, Result
-from ispasp.types.plan import Plan
+from ispasp.api.result import Result
+from ispasp.errors import InputError
+from ispasp.types.layout import Extent, full_length
+from ispasp.types.plan import Plan, Structure, TensorLayout
 
 Prune = Callable[[nn.Module, Iterable[Any], Any], Result]
 
@@ -22,23 +25,58 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, prune
     cannot be taken back: after a failure the model is as far as it has come.
     """
     train = options.finetune_between
+    if not callable(train):
+        raise InputError(
+            f"finetune_between is a {type(train).__name__}: pass a function of the model, such as "
+            "lambda model: ispasp.finetune(model, loader)"
+        )
     batches = list(batches) if iter(batches) is batches else batches
     whole = replace(options, finetune_between=None)
-    trial = prune_(copied(model), batches, replace(whole, compensate=None, recalibrate=False))  # widths, structure
-    kept: dict[str, tuple[int, ...]] = {}
-    layers: list[Layer] = []
+    on_trial = replace(whole, compensate=None, refit="consumers", recalibrate=False, optimizer=None)
+    trial = prune_(copied(model), batches, on_trial)  # widths, and the structure of the dense model
     results: list[Result] = []
     for layer in trial.layers:
-        part = replace(whole, keep={layer.name: layer.kept}, skip=(), round_to=None, curves=False)
-        result = prune_(model, batches, part)
-        results.append(result)
-        kept |= result.plan.kept
-        layers += result.layers
+        keep = trial.plan.kept[layer.name] if _names_units(options.keep, layer.name) else layer.kept
+        part = replace(whole, keep={layer.name: keep}, skip=(), round_to=None, curves=False)
+        results.append(prune_(model, batches, part))
         train(model)
-    structure = trial.plan.structure
-    extra = {n: t for r in results for n, t in r.plan.structure.tensors.items() if n not in structure.tensors}
-    biases = tuple(dict.fromkeys(b for r in results for b in r.plan.structure.biases))
-    structure = replace(structure, tensors={**structure.tensors, **extra}, biases=biases)
-    verified = max((r.verified for r in results), default=trial.verified)
-    plan, settings = Plan(kept, structure), options.described()
-    return Result(model, plan, tuple(layers), trial.cost, trial.frozen, verified, settings, trial.curves)
+    structure = _with_biases(trial.plan.structure, results)
+    gained = sum(len(model.get_parameter(f"{path}.bias")) for path in structure.biases)
+    return Result(
+        model,
+        Plan({name: kept for r in results for name, kept in r.plan.kept.items()}, structure),
+        tuple(layer for r in results for layer in r.layers),
+        replace(trial.cost, params=trial.cost.params + gained),
+        trial.frozen,
+        max((r.verified for r in results), default=trial.verified),
+        options.described(),
+        trial.curves,
+    )
+
+
+def _names_units(keep: Any, name: str) -> bool:
+    """Whether `keep` says which units of a hidden dimension stay, rather than how many."""
+    rules: Mapping[str, Any] = keep if isinstance(keep, Mapping) else {"*": keep}
+    fitting = (value for pattern, value in rules.items() if name == pattern or fnmatchcase(name, pattern))
+    return isinstance(next(fitting, None), Sequence)
+
+
+def _with_biases(dense: Structure, results: Iterable[Result]) -> Structure:
+    """The dense structure with the biases that compensation has added on the way.
+
+    A result knows the model as it was then; an extent over dimensions that were already pruned gets their dense units.
+    """
+    tensors = dict(dense.tensors)
+    biases: list[str] = []
+    for result in results:
+        for path in result.plan.structure.biases:
+            found = result.plan.structure.tensors[f"{path}.bias"]
+            axes = {axis: _dense(extent, dense.units) for axis, extent in found.axes.items()}
+            shape = tuple(full_length(axes[i]) if i in axes else size for i, size in enumerate(found.shape))
+            tensors[f"{path}.bias"] = TensorLayout(shape, axes)
+            biases.append(path)
+    return replace(dense, tensors=tensors, biases=tuple(biases))
+
+
+def _dense(extent: Extent, units: Mapping[str, int]) -> Extent:
+    return tuple(tuple((name, units.get(name, size) if name else size) for name, size in part) for part in extent)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from ispasp.errors import InputError
 from ispasp.report import Column, render
-from ispasp.train.batch import Batch, inputs_of
+from ispasp.train.batch import Batch, inputs_for
 from ispasp.train.loop import Run, train
 from ispasp.train.objective import Loss, Objective, Teacher
 from ispasp.train.recipe import Recipe, Sgd
@@ -35,6 +36,8 @@ class FinetuneResult:
     """The mean loss over the examples of each step, before that step."""
     resumed: int
     """How many of the steps came from a checkpoint."""
+    scores: Mapping[int, float] = field(default_factory=dict)
+    """Number of steps done -> what `evaluate` gave then."""
 
     def __str__(self) -> str:
         """A table of how learning rate and loss fell."""
@@ -44,16 +47,20 @@ class FinetuneResult:
             Column("lr", "learning rate", "{:.3g}".format),
             Column("loss", "mean loss", "{:.4f}".format),
         ]
-        rows = min(_ROWS, self.steps)
-        edges = [round(self.steps * row / rows) for row in range(rows + 1)]
+        stops = sorted(self.scores) or range(1, self.steps + 1)
+        rows = min(_ROWS, len(stops))
+        edges = [0, *(stops[round(len(stops) * row / rows) - 1] for row in range(1, rows + 1))]
         table = [
             {
                 "steps": f"{a + 1}-{b}" if b > a + 1 else f"{b}",
                 "lr": self.recipe.lr_at(a, self.steps),
                 "loss": math.fsum(self.losses[a:b]) / (b - a),
+                "score": self.scores.get(b),
             }
             for a, b in pairwise(edges)
         ]
+        if self.scores:
+            columns.append(Column("score", "score after", "{:.4g}".format))
         resumed = f"\nsteps 1-{self.resumed} from a checkpoint" if self.resumed else ""
         return f"{render(title, columns, table)}\n{self.recipe}{resumed}"
 
@@ -72,14 +79,16 @@ def finetune(
     accumulate: int = 1,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 100,
+    evaluate: Callable[[nn.Module], float] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> FinetuneResult:
     """Train the model on. Changes `model` itself, as all training does; hence no underscore and no copy.
 
     Batches are `(inputs, labels)`, called as model(inputs) and compared by cross entropy; or dicts with "labels",
-    called as model(**batch), whose output brings its own `loss` (Hugging Face) or `logits`. For anything else pass
-    `loss(output, batch)`, the mean over the examples of a batch, and `input_of(batch)`, what the model is called with.
+    called as model(**batch) (without the labels if the model takes none), whose output is a `loss` (Hugging Face),
+    `logits` or a tensor. For anything else pass `loss(output, batch)`, the mean over the examples of a batch, and
+    `input_of(batch)`, what the model is called with.
 
     - `epochs`: passes over the loader, 0.5 for half of one.
     - `recipe`: `Sgd(lr=0.01)` (momentum, cosine) or `AdamW(lr=5e-5)` (linear decay).
@@ -89,6 +98,8 @@ def finetune(
     - `checkpoint`: a folder. A run that was interrupted, at any moment, goes on from its last checkpoint (one every
       `checkpoint_every` steps) when called again with the same arguments, and ends in the same parameters, on a CPU to
       the bit. A run that is finished is not run again.
+    - `evaluate`: evaluate(model) -> number, called in eval mode and without gradients after every epoch and at the end;
+      see `result.scores`. It changes nothing else.
 
     For that a loader must have a length, give as many batches every time it is iterated, and draw random numbers only
     from the generators of torch, NumPy and Python or from those that its DataLoader or sampler was given; workers must
@@ -107,32 +118,53 @@ def finetune(
     >>> result.steps, result.losses[-1] < result.losses[0] / 2
     (20, True)
     """
-    _check(model, loader, epochs, recipe, accumulate, checkpoint_every, seed)
-    if isinstance(teacher, nn.Module):
+    _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
+    _check_loader(loader, resumable=checkpoint is not None)
+    _check_functions(loss=loss, input_of=input_of, evaluate=evaluate)
+    if teacher is not None and not isinstance(teacher, Teacher):
         teacher = Teacher(teacher)
     if teacher is not None and teacher.model is model:
         raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
-    objective = Objective(loss, input_of or inputs_of, label_smoothing, teacher)
+    objective = Objective(loss, input_of or inputs_for(model), label_smoothing, teacher)
     folder = None if checkpoint is None else Path(checkpoint)
-    run = Run(recipe, objective, epochs, accumulate, seed, mixed_precision, folder, checkpoint_every, progress)
+    run = Run(
+        recipe,
+        objective,
+        float(epochs),
+        accumulate,
+        seed,
+        mixed_precision,
+        folder,
+        checkpoint_every,
+        progress,
+        evaluate,
+    )
     trained = train(run, model, loader)
-    return FinetuneResult(model, recipe, epochs, len(trained.losses), tuple(trained.losses), trained.resumed)
+    losses = tuple(trained.losses)
+    return FinetuneResult(model, recipe, epochs, len(losses), losses, trained.resumed, trained.scores)
 
 
-def _check(
-    model: nn.Module, loader: object, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int
-) -> None:
+def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}: pass a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(f"no parameter of {type(model).__name__} can change: call model.requires_grad_(True) first")
     if not isinstance(recipe, Recipe):
         raise InputError(f"recipe is a {type(recipe).__name__}: pass ispasp.Sgd(lr=...) or ispasp.AdamW(lr=...)")
-    if not (math.isfinite(epochs) and epochs > 0):
-        raise InputError(f"epochs={epochs}: pass a number above 0, such as 0.5")
+    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs > 0):
+        raise InputError(f"epochs={epochs!r}: pass a number above 0, such as 0.5")
     for name, value, least in (("accumulate", accumulate, 1), ("checkpoint_every", every, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or value < least:
             raise InputError(f"{name}={value!r}: pass a whole number of {least} or more")
+
+
+def _check_functions(**functions: object) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise InputError(f"{name} is a {type(function).__name__}: pass a function")
+
+
+def _check_loader(loader: object, resumable: bool) -> None:
     try:
         batches = len(loader)  # type: ignore[arg-type]
     except TypeError as error:
@@ -142,3 +174,8 @@ def _check(
         ) from error
     if batches == 0:
         raise InputError("the loader is empty: it has no batch (fewer examples than a batch, with drop_last?)")
+    if resumable and getattr(loader, "persistent_workers", False):
+        raise InputError(
+            "the loader has persistent workers, whose random numbers a checkpoint cannot restore: pass "
+            "persistent_workers=False, or no checkpoint"
+        )

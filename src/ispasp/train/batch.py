@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ispasp.errors import InputError
 
@@ -21,6 +22,18 @@ def inputs_of(batch: Batch) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
         return tuple(batch[:-1])
     return batch
+
+
+def inputs_for(model: nn.Module) -> Callable[[Batch], Any]:
+    """`inputs_of`, without the labels of a mapping where the model's forward does not take any.
+
+    >>> inputs_for(nn.Linear(1, 1))({"input": 1, "labels": 2})
+    {'input': 1}
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.name == "labels" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return inputs_of
+    return _without_labels
 
 
 def labels_of(batch: Batch) -> Any:
@@ -45,6 +58,12 @@ def examples_in(batch: Batch) -> int:
         if tensor.ndim:
             return len(tensor)
     raise InputError(f"a batch is a {type(batch).__name__} without tensors: pass batches of tensors")
+
+
+def _without_labels(batch: Batch) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != "labels"}
+    return inputs_of(batch)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,18 +34,22 @@ class Checkpoint:
     loader: Sequence[Tensor]
     losses: Sequence[float]
     scaler: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[int, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Put it into the folder. A run that is killed while writing leaves the file before it as it was."""
+        """Put it into the folder. Whatever ends the run while it writes, the file before it stays as it was."""
         parts = {"model": self.model, "optimizer": self.optimizer}
         tensors = {f"{part}/{name}": _plain(t) for part, named in parts.items() for name, t in named.items()}
         tensors |= {f"loader/{number}": _plain(t) for number, t in enumerate(self.loader)}
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        about = {"step": self.step, "settings": self.settings, "scaler": self.scaler}
+        scores = list(self.scores.items())  # JSON has no whole numbers as keys
+        about = {"step": self.step, "settings": self.settings, "scaler": self.scaler, "scores": scores}
         fresh = folder / f".{FILE}.new"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, fresh, {"format": FORMAT, "version": VERSION, "about": json.dumps(about)})
+            with fresh.open("rb+") as file:
+                os.fsync(file)  # else a loss of power may leave the new name with nothing behind it
             fresh.replace(folder / FILE)
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             raise SaveError(f"cannot write a checkpoint to {folder}: {error}") from error
@@ -63,17 +68,22 @@ def read(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | None:
         raise SaveError(f"{path} cannot be read: {error}; delete it to start anew") from error
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise SaveError(f"{path} is not a checkpoint of this version of ispasp: choose another folder")
-    about = json.loads(metadata["about"])
-    _check_same(path, about["settings"], settings)
-    return Checkpoint(
-        about["step"],
-        about["settings"],
-        _part(tensors, "model/"),
-        _part(tensors, "optimizer/"),
-        [tensors[f"loader/{number}"] for number in range(len(_part(tensors, "loader/")))],
-        tensors["losses"].tolist(),
-        about["scaler"],
-    )
+    try:
+        about = json.loads(metadata["about"])
+        found = Checkpoint(
+            about["step"],
+            about["settings"],
+            _part(tensors, "model/"),
+            _part(tensors, "optimizer/"),
+            [tensors[f"loader/{number}"] for number in range(len(_part(tensors, "loader/")))],
+            tensors["losses"].tolist(),
+            about["scaler"],
+            dict(about["scores"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SaveError(f"{path} is damaged: {error!r}; delete it to start anew") from error
+    _check_same(path, found.settings, settings)
+    return found
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -89,10 +99,10 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Copy the saved tensors into a model of the same shape."""
     tensors = model_tensors(model)
     for name in sorted({*tensors, *saved}):
-        here, there = (tuple(t[name].shape) if name in t else None for t in (tensors, saved))
+        here, there = (_described(t.get(name)) for t in (tensors, saved))
         if here != there:
             raise InputError(
-                f"{name!r} is {here or 'not there'} in the model and {there or 'not there'} in the checkpoint: pass "
+                f"{name!r} is {here} in the model and {there} in the checkpoint: pass "
                 "the model as it was when the run began (pruned in the same way), or another folder"
             )
     with torch.no_grad():
@@ -121,16 +131,26 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Give a new optimizer the memory of another."""
+    """Give a new optimizer, of the same parameters, the memory of another."""
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in saved.items():
         number, key = name.split("/", 1)
+        if int(number) >= len(shapes) or tensor.shape not in (shapes[int(number)], ()):  # (): a count of steps
+            raise InputError(
+                "the checkpoint is of a run that trained other parameters of the model: set requires_grad as it was "
+                "then, or pass another folder"
+            )
         state.setdefault(int(number), {})[key] = tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "not there" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from ispasp.errors import InputError
 
@@ -25,10 +25,13 @@ def accelerated(mixed_precision: str | None) -> Iterator[Any]:
     """An Accelerator; the process-wide settings that come with it are taken back, so that another run may differ."""
     state = import_module("accelerate.state")
     before, threads = state.is_initialized(), torch.get_num_threads()
+    gradients = state.GradientState()
+    accumulation = gradients.plugin_kwargs  # of the caller's Accelerator, if there is one
     try:
         yield _accelerator(mixed_precision)
     finally:
         torch.set_num_threads(threads)
+        gradients.plugin_kwargs = accumulation
         if not before:
             state.AcceleratorState._reset_state()
 
@@ -92,6 +95,26 @@ def shared(accelerator: Any, loader: Any) -> Iterator[Any]:
         part.end()
         if hasattr(sampler, "generator"):
             sampler.generator = generator  # accelerate gives one to a sampler that has none
+
+
+def agreed(accelerator: Any, number: int, what: str) -> None:
+    """Every process must have the same number, else an error on all of them; no process goes on before that."""
+    if accelerator.num_processes == 1:
+        return
+    numbers = accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()
+    if len(set(numbers)) > 1:
+        raise InputError(f"{what}: processes 0, 1, ... have {numbers}, which must be one number")
+
+
+def draws_alone(loader: Any) -> bool:
+    """Whether the order of a loader owes nothing to global random numbers, so that processes may draw different ones.
+
+    >>> draws_alone(DataLoader(range(4), batch_size=2)), draws_alone(DataLoader(range(4), shuffle=True))
+    (True, False)
+    """
+    sampler = getattr(loader, "sampler", None)
+    own = type(sampler) is SequentialSampler or isinstance(getattr(sampler, "generator", None), torch.Generator)
+    return own and type(getattr(loader, "batch_sampler", None)) is BatchSampler
 
 
 def _accelerator(mixed_precision: str | None) -> Any:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ispasp.errors import InputError
+from ispasp.graph.trace import evaluating
 from ispasp.report import track
 from ispasp.train import checkpoint as files
 from ispasp.train.checkpoint import Checkpoint
-from ispasp.train.devices import accelerated, placed, sent, shared, wrapped
+from ispasp.train.devices import accelerated, agreed, draws_alone, placed, sent, shared, wrapped
 from ispasp.train.objective import Objective
 from ispasp.train.order import Group, Order
 from ispasp.train.randomness import STEP, left_alone, seed_everything
@@ -35,6 +37,7 @@ class Run:
     folder: Path | None
     every: int
     progress: bool
+    evaluate: Callable[[nn.Module], float] | None = None
 
     def steps(self, batches: int) -> int:
         """How many times the parameters change, for a loader of that many batches."""
@@ -58,15 +61,18 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The loss of every step, and how many steps came from a checkpoint."""
+    """The loss of every step, how many steps came from a checkpoint, and what `evaluate` said after which step."""
 
     losses: list[float]
     resumed: int
+    scores: dict[int, float]
 
 
 def train(run: Run, model: nn.Module, loader: Any) -> Trained:
     """Train the model in place."""
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         stack.enter_context(left_alone())
         accelerator = stack.enter_context(accelerated(run.mixed_precision))
         stack.enter_context(placed(model, accelerator.device))
@@ -75,12 +81,13 @@ def train(run: Run, model: nn.Module, loader: Any) -> Trained:
             run.objective.teacher.model.eval()
         seed_everything(run.seed)  # a sampler without a generator may be given one now
         part = stack.enter_context(shared(accelerator, loader))
-        order = Order(part, run.accumulate, run.seed, batches=len(loader), shared=accelerator.num_processes > 1)
+        order = _order(run, accelerator, loader, part)
         model.train()
         optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         settings = run.settings(order.batches, accelerator.mixed_precision)
         found = files.read(run.folder, settings) if run.folder is not None else None
-        accelerator.wait_for_everyone()  # the first process writes only when all have read
+        # The first process writes only when all have read.
+        agreed(accelerator, found.step if found else -1, f"steps in the checkpoint of {run.folder} (-1: none)")
         if found is not None:
             files.restore_model(model, found.model)
             files.restore_optimizer(optimizer, found.optimizer)
@@ -88,8 +95,21 @@ def train(run: Run, model: nn.Module, loader: Any) -> Trained:
             if accelerator.scaler is not None:
                 accelerator.scaler.load_state_dict(dict(found.scaler))
         whole = stack.enter_context(wrapped(accelerator, model))
-        loop = _Loop(run, accelerator, model, whole, optimizer, order, settings, list(found.losses) if found else [])
+        loop = _Loop(run, accelerator, model, whole, optimizer, order, settings)
+        if found is not None:
+            loop.losses, loop.scores = list(found.losses), dict(found.scores)
         return loop.train(found.step if found else 0)
+
+
+def _order(run: Run, accelerator: Any, loader: Any, part: Any) -> Order:
+    return Order(
+        part,
+        run.accumulate,
+        run.seed,
+        batches=len(loader),
+        shared=accelerator.num_processes > 1,
+        process=accelerator.process_index if draws_alone(loader) else 0,
+    )
 
 
 @dataclass(eq=False)
@@ -101,7 +121,8 @@ class _Loop:
     optimizer: torch.optim.Optimizer
     order: Order
     settings: dict[str, Any]
-    losses: list[float]
+    losses: list[float] = field(default_factory=list)
+    scores: dict[int, float] = field(default_factory=dict)
     stepper: Any = field(init=False)  # the optimizer, for fp16 as accelerate wraps it
 
     def __post_init__(self) -> None:
@@ -117,11 +138,13 @@ class _Loop:
             group = self.order.group(step)
             seed_everything(self.run.seed, STEP, step, self.accelerator.process_index)
             self.losses.append(self._step(step, group))
+            if (step + 1) % self.order.steps_per_epoch == 0 or step + 1 == self.steps:
+                self._evaluate(step + 1)
             if (step + 1) % self.run.every == 0 or step + 1 == self.steps:
                 self._save(step + 1)
-        self._agree()
+        self._agree(self.model.buffers())
         self.optimizer.zero_grad()  # gradients take as much memory as the model
-        return Trained(self.losses, start)
+        return Trained(self.losses, start, self.scores)
 
     def _step(self, step: int, group: Group) -> float:
         """One change of the parameters; the loss is the mean over all examples of all batches and processes."""
@@ -145,7 +168,8 @@ class _Loop:
         value = float(accelerator.reduce(total, "sum"))
         if not math.isfinite(value):
             raise InputError(
-                f"the loss is {value} at step {step}, learning rate {lr:.3g}: pass a lower lr in the recipe"
+                f"the loss is {value} at step {step}, learning rate {lr:.3g}: pass a lower lr in the recipe, or look "
+                "for NaN and Inf in the batches and in the model"
             )
         self.stepper.step()
         return value
@@ -163,11 +187,25 @@ class _Loop:
                 self.order.states(step),
                 self.losses,
                 accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
+                self.scores,
             ).write(folder)
         accelerator.wait_for_everyone()
 
-    def _agree(self) -> None:
+    def _evaluate(self, step: int) -> None:
+        if self.run.evaluate is None:
+            return
+        self._agree(self.model.buffers())
+        with evaluating(self.model):
+            score = self.run.evaluate(self.model)
+        try:
+            value = torch.tensor(float(score), dtype=torch.float64, device=self.accelerator.device)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"evaluate gave a {type(score).__name__}: return one number") from error
+        self._agree([value])
+        self.scores[step] = value.item()
+
+    def _agree(self, tensors: Iterable[Tensor]) -> None:
         """Processes see different examples, so buffers differ; those of the first count."""
         if self.accelerator.num_processes > 1:
-            for buffer in self.model.buffers():
-                torch.distributed.broadcast(buffer, 0)
+            for tensor in tensors:
+                torch.distributed.broadcast(tensor, 0)

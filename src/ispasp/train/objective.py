@@ -69,9 +69,11 @@ class Objective:
         self, model: nn.Module, batch: Batch, precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> Tensor:
         """One number, the mean over the examples; the teacher runs under `precision` and without gradients."""
+        alone = self.teacher is not None and self.teacher.weight == 1
+        if self.loss is None and not alone:
+            _check_labelled(batch)
         inputs = self.input_of(batch)
         output = run(model, inputs)
-        alone = self.teacher is not None and self.teacher.weight == 1
         value = torch.zeros(()) if alone else _scalar(self._task(output, batch))
         if self.teacher is not None:
             with torch.no_grad(), precision():
@@ -83,12 +85,6 @@ class Objective:
     def _task(self, output: Any, batch: Batch) -> Any:
         if self.loss is not None:
             return self.loss(output, batch)
-        labels = labels_of(batch)
-        if labels is None:
-            raise InputError(
-                f"a batch ({type(batch).__name__}) has no labels: yield (inputs, labels) or a dict with 'labels', "
-                "or pass loss=lambda output, batch: ..., or teacher=ispasp.Teacher(dense_model, weight=1)"
-            )
         if isinstance(batch, Mapping):
             own = getattr(output, "loss", None)
             if own is not None and not self.label_smoothing:
@@ -98,7 +94,7 @@ class Objective:
                     f"the built-in loss needs logits (batch, classes), the model gives {tuple(logits_of(output).shape)}"
                     ": pass loss=lambda output, batch: ..."
                 )
-        return functional.cross_entropy(logits_of(output), labels, label_smoothing=self.label_smoothing)
+        return _cross_entropy(logits_of(output), labels_of(batch), self.label_smoothing)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -139,6 +135,34 @@ def distance(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     q = functional.log_softmax(student.float() / temperature, axis)
     p = functional.log_softmax(teacher.float() / temperature, axis)
     return temperature**2 * (p.exp() * (p - q)).sum(axis).mean()
+
+
+def _check_labelled(batch: Batch) -> None:
+    if labels_of(batch) is None:
+        keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise InputError(
+            f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with 'labels', "
+            "or pass loss=lambda output, batch: ..., or teacher=ispasp.Teacher(dense_model, weight=1)"
+        )
+
+
+def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
+    if logits.ndim > 1 and logits.shape[1] == 1:
+        raise InputError(
+            "the model gives one number per example, whose cross entropy is always 0: pass loss=lambda output, batch: "
+            "..., such as a mean squared error"
+        )
+    try:
+        return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError) as error:
+        what = f"{tuple(labels.shape)} {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        why = str(error).rstrip(".")
+        raise InputError(
+            f"the model gives {tuple(logits.shape)}, the labels are {what} ({why}): yield one whole number from 0 to "
+            "classes - 1 per example (int64), or pass loss=lambda output, batch: ..."
+        ) from error
 
 
 def _scalar(value: Any) -> Tensor:

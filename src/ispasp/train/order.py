@@ -29,10 +29,21 @@ class Order:
     """
 
     def __init__(
-        self, loader: Any, accumulate: int, seed: int, *, batches: int | None = None, shared: bool = False
+        self,
+        loader: Any,
+        accumulate: int,
+        seed: int,
+        *,
+        batches: int | None = None,
+        shared: bool = False,
+        process: int = 0,
     ) -> None:
-        """Read from `loader`; `shared` says that other processes read the rest of each of the `batches` batches."""
-        self._loader, self._accumulate, self._seed, self._shared = loader, accumulate, seed, shared
+        """Read from `loader`; `shared` says that other processes read the rest of each of the `batches` batches.
+
+        Processes with different numbers draw different random numbers, for augmentation.
+        """
+        self._loader, self._accumulate, self._shared = loader, accumulate, shared
+        self._seed, self._process = seed, process
         self.batches = len(loader) if batches is None else batches
         self.steps_per_epoch = -(-self.batches // accumulate)
         self._generators = generators_of(loader)
@@ -73,7 +84,7 @@ class Order:
             generator.set_state(state)
 
     def _start(self, epoch: int) -> None:
-        seed_everything(self._seed, ORDER, epoch)
+        seed_everything(self._seed, ORDER, epoch, self._process)
         self._started = self._states()
         loader = self._loader
         for name in ("", "sampler", "batch_sampler", "dataset"):

@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,17 +32,19 @@ class Recipe(ABC):
     """
 
     lr: float
+    weight_decay: float
     schedule: str
     warmup: float
 
     def __post_init__(self) -> None:
         """Refuse what no optimizer can use."""
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise InputError(f"lr={self.lr}: pass a learning rate above 0")
+        _check("lr", self.lr, lambda lr: lr > 0, "a learning rate above 0")
+        _check("weight_decay", self.weight_decay, lambda decay: decay >= 0, "a number of 0 or more")
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule={self.schedule!r}: choose from {list(SCHEDULES)}")
-        if not 0 <= self.warmup < 1:
-            raise InputError(f"warmup={self.warmup}: pass the part of the run to warm up in, at least 0 and below 1")
+        _check(
+            "warmup", self.warmup, lambda part: 0 <= part < 1, "the part of the run to warm up in, from 0 to below 1"
+        )
 
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, ... of `steps`.
@@ -74,6 +78,13 @@ class Sgd(Recipe):
     schedule: str = "cosine"
     warmup: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse what torch.optim.SGD would."""
+        super().__post_init__()
+        _check("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1")
+        if self.nesterov and not self.momentum:
+            raise InputError("nesterov=True needs momentum: pass momentum=0.9")
+
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """torch.optim.SGD."""
         return torch.optim.SGD(
@@ -95,6 +106,19 @@ class AdamW(Recipe):
     schedule: str = "linear"
     warmup: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse what torch.optim.AdamW would."""
+        super().__post_init__()
+        if not (isinstance(self.betas, (tuple, list)) and len(self.betas) == 2):
+            raise InputError(f"betas={self.betas!r}: pass two numbers, such as (0.9, 0.999)")
+        for beta in self.betas:
+            _check("betas", beta, lambda beta: 0 <= beta < 1, "two numbers from 0 to below 1")
+
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """torch.optim.AdamW."""
         return torch.optim.AdamW(parameters, self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+
+def _check(name: str, value: Any, fits: Callable[[float], bool], wanted: str) -> None:
+    if not (isinstance(value, Real) and math.isfinite(value) and fits(float(value))):
+        raise InputError(f"{name}={value!r}: pass {wanted}")
