@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import ispasp
@@ -25,6 +27,9 @@ from parts import hidden  # a neighbour of this file
 
 def tiny():
     return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def other():
+    return nn.Linear(7, 3)
 
 def broken():
     raise RuntimeError("no\\nluck")
@@ -71,6 +76,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     y = generator.integers(0, 3, 90)
     x = generator.normal(size=(90, 6)).astype("float32") + 3 * np.eye(3, 6, dtype="float32")[y]
     np.savez(tmp_path / "data.npz", x=x, y=y)
+    np.savez(tmp_path / "wide.npz", x=np.zeros((4, 7), "float32"), y=np.array([0, 1, 2, 0]))
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(print))
+    torch.save({"0.weight": torch.ones(5, 5)}, tmp_path / "other.pt")
+    np.savez(tmp_path / "bare.npz", x=np.zeros((4, 6), "float32"))
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ours" / "plan.json").touch()
+    (tmp_path / "theirs" / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "parts", raising=False)
     return tmp_path
@@ -140,6 +153,12 @@ def test_prune_writes_model_plan_result_and_report(ispasp_: Ispasp, here: Path) 
         (["--macs", "0.5"], lambda told: told["cost"]["macs"] <= 0.5 * told["cost"]["dense_macs"]),
         (["--params", "120"], lambda told: told["cost"]["params"] <= 120),
         (["--method", "ispasp:iterations=2"], lambda told: "iterations=2" in told["settings"]["method"]),
+        (["--method", "ispasp:minibatches=true"], lambda told: "minibatches=True" in told["settings"]["method"]),
+        (["--method", "gfs:candidates=50"], lambda told: "candidates=50" in told["settings"]["method"]),
+        (
+            ["--memory", "1.5K", "--ridge", "0.01", "--refit", "all"],
+            lambda told: {"memory": 1500, "ridge": 0.01, "refit": "all"}.items() <= told["settings"].items(),
+        ),
         (["--method", "taylor", "--compensate", "none"], lambda told: told["settings"]["compensate"] is None),
         (["--order", "oneshot", "--skip", "0"], lambda told: [row["name"] for row in told["layers"]] == ["2"]),
         (["--keep", "0.4", "--round-to", "4"], lambda told: [row["kept"] for row in told["layers"]] == [4, 4]),
@@ -176,6 +195,8 @@ def test_finetune_wins_back_accuracy_and_its_folder_can_be_used_on(ispasp_: Ispa
     taught = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--optimizer", "adamw",
                      "--teacher", "nets.py:tiny", "--out", "taught")  # fmt: skip
     assert taught.code == 0, taught.err
+    told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--teacher", "nets.py:other")
+    assert "nets.py:other does not run on 90 examples in data.npz" in told.err
     assert Path("taught/result.json").is_file()
 
 
@@ -198,25 +219,71 @@ WRONG = {
     "unknown option of a method": (["prune", "nets.py:tiny", *DATA, "--method", "ispasp:speed=9"], "iterations"),
     "option without a value": (["prune", "nets.py:tiny", *DATA, "--method", "ispasp:speed"], "name:key=value"),
     "unknown glob": (["prune", "nets.py:tiny", *DATA, "--keep", "conv*=0.5"], "no hidden dimension fits 'conv*'"),
-    "unknown order": (["prune", "nets.py:tiny", *DATA, "--order", "backwards"], "order='backwards'"),
+    "unknown order": (
+        ["prune", "nets.py:tiny", *DATA, "--order", "backwards"],
+        "choose sequential, oneshot or global",
+    ),
     "unknown device": (["prune", "nets.py:tiny", *DATA, "--device", "toaster"], "--device toaster"),
     "no data": (["prune", "nets.py:tiny", "--data", "nowhere"], "no data at nowhere"),
     "random without a size": (["prune", "nets.py:tiny", "--data", "random"], "pass --input-size"),
-    "size of another model": (["survey", "nets.py:tiny", "--input-size", "3x8x8"], "Check that model(batch) runs"),
+    "size of another model": (
+        ["survey", "nets.py:tiny", "--input-size", "3x8x8"],
+        "does not run on 2 random inputs 3x8x8",
+    ),
     "no size at all": (["survey", "nets.py:tiny", "--input-size", "big"], "such as 3x224x224"),
     "no model": (["survey", "bert"], "'bert' names no model"),
     "no file": (["survey", "nest.py:tiny"], "no file nest.py"),
     "no factory": (["survey", "nets.py:tony"], "nets.py has no function 'tony': it has tiny"),
-    "failing factory": (["survey", "nets.py:broken"], "nets.py, line 10: RuntimeError: no luck"),
-    "leaving factory": (["survey", "nets.py:leaves"], "nets.py, line 16: SystemExit"),
+    "failing factory": (["survey", "nets.py:broken"], "nets.py, line 13: RuntimeError: no luck"),
+    "leaving factory": (["survey", "nets.py:leaves"], "nets.py, line 19: SystemExit"),
     "factory of numbers": (["survey", "nets.py:number"], "nets.py:number returns int"),
     "no array": (["prune", "nets.py:tiny", *DATA, "--key", "z"], "no array 'z': it has x, y"),
     "no tokenizer": (["prune", "nets.py:tiny", "--data", "nets.py"], "text needs a tokenizer"),
     "no weights": (["survey", "nets.py:tiny", "--weights", "w.pt"], "no weights at w.pt"),
     "pretrained file": (["survey", "nets.py:tiny", "--weights", "pretrained"], "--weights pretrained is for"),
     "not a pruned folder": (["finetune", "nowhere", *DATA], "nowhere has no plan.json"),
-    "unknown optimizer": (["finetune", "nowhere", *DATA, "--optimizer", "lion"], "choose sgd or adamw"),
+    "unknown optimizer": (["finetune", "ours", *DATA, "--optimizer", "lion"], "choose sgd or adamw"),
     "demo": (["demo", "--keep", "1.5"], "keep=1.5"),
+    "no --data": (["prune", "nets.py:tiny"], "Missing option '--data': see `ispasp prune --help`"),
+    "no model at all": (["survey"], "see `ispasp survey --help`"),
+    "unknown command": (["nonsense"], "No such command 'nonsense': see `ispasp --help`"),
+    "unknown option": (["prune", "nets.py:tiny", *DATA, "--ratio", "0.5"], "No such option: --ratio"),
+    "no labels": (["prune", "nets.py:tiny", "--data", "bare.npz", "--method", "taylor"], "bare.npz have no labels"),
+    "no examples": (["prune", "nets.py:tiny", *DATA, "--examples", "0"], "Invalid value for '--examples'"),
+    "seed beyond all": (["prune", "nets.py:tiny", *DATA, "--seed", "9" * 30], "Invalid value for '--seed'"),
+    "keep nothing": (["prune", "nets.py:tiny", *DATA, "--keep", "0"], "keep=0 would leave"),
+    "glob without value": (["prune", "nets.py:tiny", *DATA, "--keep", "0="], "--keep 0=: pass GLOB=0.5"),
+    "macs that cannot be": (["prune", "nets.py:tiny", *DATA, "--macs", "0.0001"], "cannot be met"),
+    "neither true nor false": (
+        ["prune", "nets.py:tiny", *DATA, "--method", "ispasp:minibatches=maybe"],
+        "minibatches is 'maybe': pass minibatches=true or minibatches=false",
+    ),
+    "half a candidate": (["prune", "nets.py:tiny", *DATA, "--method", "gfs:candidates=1.5"], "candidates=1.5"),
+    "unknown compensation": (["prune", "nets.py:tiny", *DATA, "--compensate", "yes"], "choose dense, local or none"),
+    "unknown refit": (["prune", "nets.py:tiny", *DATA, "--refit", "some"], "--refit some: choose consumers or all"),
+    "refit without dense": (["prune", "nets.py:tiny", *DATA, "--refit", "all", "--compensate", "none"], "refit='all'"),
+    "no ridge": (["prune", "nets.py:tiny", *DATA, "--ridge", "0"], "ridge=0.0: pass a positive number"),
+    "memory of no size": (
+        ["prune", "nets.py:tiny", *DATA, "--memory", "lots"],
+        "pass a number of bytes",
+    ),
+    "unknown kind": (["prune", "nets.py:tiny", *DATA, "--kinds", "heads"], "choose neuron, filter or head"),
+    "empty kinds": (["survey", "nets.py:tiny", "--kinds", ""], "choose neuron, filter or head"),
+    "no data named": (["prune", "nets.py:tiny", "--data", ""], "no data at ''"),
+    "data of another size": (["prune", "nets.py:tiny", "--data", "wide.npz"], "x is float32 (4, 7)"),
+    "out is a file": (["prune", "nets.py:tiny", *DATA, "--out", "nets.py"], "--out nets.py: there is a file"),
+    "out is below a file": (["prune", "nets.py:tiny", *DATA, "--out", "nets.py/sub"], "there is a file of the name"),
+    "out is another's": (["prune", "nets.py:tiny", *DATA, "--out", "theirs"], "theirs holds model.safetensors"),
+    "results are a file": (["reproduce", "synthetic", "--out", "nets.py"], "there is a file of that name"),
+    "demo in a file": (["demo", "--out", "nets.py"], "there is a file of that name"),
+    "export to a folder": (
+        ["export", "nets.py:tiny", "theirs", "--input-size", "6"],
+        "theirs is a folder: pass",
+    ),
+    "export of another size": (["export", "nets.py:tiny", "x.onnx", "--input-size", "7"], "does not run on 2 random"),
+    "code in weights": (["survey", "nets.py:tiny", "--weights", "evil.pt"], "holds more than tensors"),
+    "text as weights": (["survey", "nets.py:tiny", "--weights", "nets.py"], "was not written by torch.save"),
+    "weights of another": (["survey", "nets.py:tiny", "--weights", "other.pt"], "'0.weight' has shape (5, 5)"),
 }
 
 
@@ -236,14 +303,61 @@ def test_errors_of_folders(ispasp_: Ispasp, here: Path) -> None:
     assert "pruned already" in ispasp_("prune", "small", *DATA).err
     assert "it was made from nets.py:tiny" in ispasp_("export", "small", "x.onnx").err
     assert "leave --weights out" in ispasp_("survey", "ispasp:small", "--weights", "w.pt").err
-    np.savez("wide.npz", x=np.zeros((4, 7), "float32"), y=np.array([0, 1, 2, 0]))
     told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "wide.npz")
-    assert "the model does not run on 4 examples in wide.npz" in told.err
+    assert "does not run on 4 examples in wide.npz" in told.err
+    assert "x is float32 (4, 7)" in told.err
     np.savez("many.npz", x=np.zeros((4, 6), "float32"), y=np.array([0, 1, 2, 7]))
     told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "many.npz")
     assert "labels up to 7, the model has 3 outputs" in told.err
-    np.savez("bare.npz", x=np.zeros((4, 6), "float32"))
     assert "have no labels" in ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "bare.npz").err
+
+
+def test_what_says_nothing_is_not_kept_quiet(ispasp_: Ispasp, here: Path) -> None:
+    done = ispasp_("prune", "nets.py:tiny", *DATA, "--keep", "1.0", "--out", "same")
+    assert done.code == 0
+    assert "WARNING: Nothing was removed" in done.err
+    ispasp_("prune", "nets.py:tiny", *DATA, "--method", "gfs", "--out", "greedy")
+    assert "gfs looks at the task" in Path("greedy/report.html").read_text(encoding="utf-8")  # instead of curves
+    shown = ispasp_("bench")
+    assert "selection" in shown.out and shown.err == ""  # help, not an error
+
+
+def test_a_folder_may_be_pruned_into_again(ispasp_: Ispasp, here: Path) -> None:
+    for keep in ("0.5", "0.25"):
+        assert ispasp_("prune", "nets.py:tiny", *DATA, "--keep", keep, "--out", "tiny").code == 0
+    assert json.loads(Path("tiny/result.json").read_text())["settings"]["keep"] == 0.25
+
+
+def test_classes_of_training_and_validation_must_agree(ispasp_: Ispasp, here: Path) -> None:
+    (here / "conv.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), "
+        "nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))\n"
+    )
+    for name in ("train/cat", "train/dog", "val/dog", "val/eel"):
+        Path(name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (9, 9, 9)).save(f"{name}/1.png")
+    ispasp_("prune", "conv.py:net", "--data", "train", "--size", 8, "--out", "small")
+    tuned = ("finetune", "small", "--model", "conv.py:net", "--data", "train", "--size", 8)
+    assert "different classes, such as 'cat'" in ispasp_(*tuned, "--val", "val").err
+    assert ispasp_(*tuned, "--val", "train").code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "memory ran out: pass a smaller --batch-size"),
+        (OSError(28, "No space left on device", "small/plan.json"), "small/plan.json: No space left on device: check"),
+    ],
+)
+def test_errors_of_the_machine_have_a_remedy(
+    ispasp_: Ispasp, here: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ispasp, "survey", fail)
+    done = ispasp_("survey", "nets.py:tiny", "--input-size", 6)
+    assert (done.code, done.err.startswith(f"ispasp: {said}")) == (2, True)
 
 
 def test_what_was_not_foreseen_is_one_line_too(ispasp_: Ispasp, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

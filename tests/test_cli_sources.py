@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ispasp
-from ispasp.cli.sources import Loaded, Wanted, load_data, load_model
+from ispasp.cli.sources import Loaded, Wanted, load_data, load_model, runs, saved_folder
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, IspaspError, MissingExtraError
 
@@ -278,18 +279,25 @@ def test_folders_that_are_not_there_are_not_looked_up_elsewhere(tmp_path: Path) 
             load_model(f"hf:{tmp_path}")
 
 
+class Rows:
+    """As much of a data set as is read here."""
+
+    def __init__(self, **columns: list[Any]) -> None:
+        self.columns, self.column_names = columns, list(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, key: str | int) -> Any:
+        return self.columns[key] if isinstance(key, str) else {name: v[key] for name, v in self.columns.items()}
+
+
 @needs_text
 def test_data_sets_of_hugging_face(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rows(dict[str, list[Any]]):
-        column_names = ("sentence", "label")
-
-        def __len__(self) -> int:
-            return 3
-
-    def load_dataset(name: str, split: str) -> Rows:
+    def load_dataset(name: str, *config: str, split: str) -> Rows:
         if name != "sst2":
             raise FileNotFoundError(f"no data set {name}\nsecond line")
-        assert split == "validation"
+        assert (config, split) == ((), "validation")
         return Rows(sentence=["the cat sat on the mat", "the", "cat sat"], label=[2, 0, 1])
 
     loaded = load_model(f"hf:{bert}")
@@ -297,7 +305,10 @@ def test_data_sets_of_hugging_face(bert: Path, monkeypatch: pytest.MonkeyPatch) 
     data = load_data("hf-dataset:sst2:validation", loaded, Wanted())
     assert data.labels is not None and data.labels.tolist() == [0, 1, 2]  # sorted with their texts
     for spec, wanted, said in (
-        ("hf-dataset:nothing", Wanted(), "no data set nothing"),
+        ("hf-dataset:nothing", Wanted(), r"no data set nothing\): check its name, its split and the network"),
+        ("hf-dataset:a:b:c:d", Wanted(), "names no data set"),
+        ("hf-dataset:sst2:validation", Wanted(labels="sentence"), "no column of class numbers"),
+        ("hf-dataset:sst2:validation", Wanted(key="label"), "holds int"),
         ("hf-dataset:sst2:validation", Wanted(key="body"), "has the columns sentence, label"),
     ):
         with pytest.raises(IspaspError, match=said):
@@ -305,3 +316,104 @@ def test_data_sets_of_hugging_face(bert: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match="pip install datasets"):
         load_data("hf-dataset:sst2", loaded, Wanted())
+
+
+def test_data_sets_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, *config: str, split: str) -> Rows:
+        assert (name, config, split) == ("pictures", ("small",), "test")
+        grey, red = Image.new("L", (9, 12), 128), Image.new("RGB", (8, 8), (255, 0, 0))
+        return Rows(img=[grey, red], label=[1, 0])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    data = load_data("hf-dataset:pictures:small:test", identity(scale=((0.0,) * 3, (1.0,) * 3)), Wanted(size=8))
+    assert data.labels is not None and data.labels.tolist() == [1, 0]
+    x = data.read([0, 1])
+    assert x.shape == (2, 3, 8, 8)
+    torch.testing.assert_close(x[1].mean((1, 2)), torch.tensor([1.0, 0.0, 0.0]))
+
+
+@needs_text
+def test_a_text_model_takes_text_of_its_length_only(bert: Path, tmp_path: Path) -> None:
+    loaded = load_model(f"hf:{bert}")
+    data = load_data(str(bert / "lines.txt"), loaded, Wanted(length=500))  # the model has 32 positions
+    assert data.read([3])["input_ids"].shape == (1, 32)
+    runs(loaded, data)
+    picture(tmp_path / "a.png", (8, 8), (1, 2, 3))
+    with pytest.raises(InputError, match="reads text: pass a text file"):
+        load_data(str(tmp_path), loaded, Wanted())
+
+
+@needs_text
+def test_weights_that_a_checkpoint_lacks_are_told(bert: Path, tmp_path: Path) -> None:
+    shutil.copytree(bert, tmp_path / "base")
+    state = load_file(bert / "model.safetensors")
+    del state["classifier.weight"]
+    save_file(state, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    assert load_model(f"hf:{bert}").warnings == ()
+    assert (
+        "lacks 'classifier.weight', so that these weights are random"
+        in load_model(f"hf:{tmp_path / 'base'}").warnings[0]
+    )
+
+
+def test_arrays_that_are_no_examples(tmp_path: Path) -> None:
+    path = tmp_path / "d.npz"
+    for array, said in (
+        (np.zeros((0, 6), "float32"), "holds no example"),
+        (np.float32(3), "the first axis of x must count"),
+        (np.array(["a"]), "pass numbers"),
+    ):
+        np.savez(path, x=array)
+        with pytest.raises(InputError, match=said):
+            load_data(str(path), identity(), Wanted())
+    path.write_bytes(b"no archive")
+    with pytest.raises(InputError, match="no archive of arrays"):  # and no advice to trust a pickle
+        load_data(str(path), identity(), Wanted())
+    np.savez(path, x=np.full((4, 5, 6), 255, "uint8"))
+    assert load_data(str(path), identity(), Wanted()).read([0]).tolist() == torch.ones(1, 1, 5, 6).tolist()  # grey
+
+
+def test_inputs_have_the_precision_of_the_model(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.ones((4, 3), "float64"))
+    loaded = Loaded(linear(0).bfloat16(), "half")
+    data = load_data(str(tmp_path / "d.npz"), loaded, Wanted())
+    assert data.read([0]).dtype == torch.bfloat16
+    assert runs(loaded, data).dtype == torch.bfloat16
+
+
+def test_no_folder_is_taken_for_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "resnet18"):
+        folder.mkdir(exist_ok=True)
+        (folder / "plan.json").write_text("{}")
+    assert saved_folder("torchvision:resnet18") is None  # a folder of that name is beside it
+    assert saved_folder("hf:") is None and saved_folder("") is None  # the present folder was not named
+    assert (
+        saved_folder("resnet18") == saved_folder("hf:resnet18") == saved_folder("ispasp:resnet18") == Path("resnet18")
+    )
+    for spec, said in (("nets.py", "nets.py:FUNCTION"), ("w.pt", "--weights w.pt"), ("bert", "pass hf:bert")):
+        (tmp_path / "bert").mkdir(exist_ok=True)
+        (tmp_path / "bert" / "config.json").touch()
+        (tmp_path / "w.pt").touch()
+        with pytest.raises(InputError, match=said):
+            load_model(spec)
+
+
+def test_load_says_what_to_do_about_a_torchvision_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Package:
+        __spec__ = None
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                raise RuntimeError("operator torchvision::nms does not exist")
+            except RuntimeError as error:
+                raise ModuleNotFoundError(f"cannot import {name}") from error
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    ispasp.save(ispasp.prune(net, [torch.rand(8, 4)], progress=False), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ViTModel"]}))
+    monkeypatch.setitem(sys.modules, "transformers", Package())
+    with pytest.raises(MissingExtraError, match="install the torchvision made for it, or pip uninstall torchvision"):
+        ispasp.load(tmp_path)

@@ -19,7 +19,7 @@ import ispasp
 from ispasp.report.html import html, roots
 from ispasp.report.html_svg import bar, ceiling, curve, dumbbell, skyline
 
-VOID = {"meta", "br", "hr", "img", "link", "input"}
+VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 NASTY = "<b>&\"'</script><script>alert(1)</script>"
 
 
@@ -83,6 +83,7 @@ def test_the_page_tells_what_it_was_given() -> None:
         assert wanted in said, wanted
     assert "Error against kept units" in said
     assert "Error against kept units" not in html(result(), {})
+    assert "gfs takes the task anew" in html({**result(), "no_curves": "gfs takes the task anew"}, {})
 
 
 def test_the_page_needs_nothing_from_outside() -> None:
@@ -134,6 +135,19 @@ def test_missing_and_broken_numbers_are_dashes() -> None:
     assert "No layer lost a unit" in html(result(layers=[], frozen=[]))
 
 
+def test_two_hundred_layers_with_long_names() -> None:
+    names = [f"model.encoder.layers.{i}.feed_forward_network.dense" for i in range(200)]
+    layers = [{**result()["layers"][0], "name": name, "notes": ["gains a bias"]} for name in names]
+    text = html(result(layers=layers), dict.fromkeys(names, ((1, 8), (0.9, 0.0))))
+    page = Page(text)
+    assert page.open == []
+    assert text.count("<h3>") == 200  # a curve for each, most of them folded away
+    assert text.index("more layers <b>176</b>") < text.rindex("<h3>")
+    assert text.count("gains a bias") == 1  # one note, and the names it is about
+    assert "model.<wbr>encoder" in text  # a long name breaks at its points
+    assert "&lt;&thinsp;0.01" in html(result(layers=[{**layers[0], "relative_error": 2e-7}]))
+
+
 def test_real_results_are_drawn() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 2))
@@ -148,7 +162,7 @@ def test_real_results_are_drawn() -> None:
 @given(st.integers(1, 5000), st.data())
 def test_a_bar_is_filled_as_far_as_units_stay(units: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, units))
-    track, filled = (float(w) for w in re.findall(r'<rect[^>]*? width="([\d.]+)"', bar(kept, units, units)))
+    track, filled = (float(w) for w in re.findall(r'<rect[^>]*? width="([\d.]+)"', bar(kept, units)))
     assert filled == pytest.approx(max(2.0, track * kept / units), abs=0.1)
 
 

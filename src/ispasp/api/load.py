@@ -113,8 +113,22 @@ def _build(folder: Path) -> nn.Module:
             stored = json.loads((folder / GENERATION).read_bytes())
             model.generation_config = transformers.GenerationConfig.from_dict(stored)
     except Exception as error:
+        if _lacks_operators(error):
+            raise MissingExtraError(
+                f"building a {name} imports torchvision, which does not fit this PyTorch {torch.__version__} (its "
+                "compiled part does not load): install the torchvision made for it, or pip uninstall torchvision"
+            ) from error
         raise SaveError(f"cannot build a {name} from {folder / CONFIG} ({error}): {remedy}") from error
     return model.eval()
+
+
+def _lacks_operators(error: BaseException | None) -> bool:
+    """Whether torchvision missed its own operators: so it fails where it was compiled for another PyTorch."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and "torchvision::" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _fill(model: nn.Module, saved: _Saved, undo: Undo, folder: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from ispasp.api.recipes import recipes
 from ispasp.budget import Macs, Params
@@ -13,6 +14,7 @@ from ispasp.errors import InputError
 from ispasp.select import Selector, selector
 
 _DEFAULT = 0.5
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _STATISTICS = {"moment", "magnitude", "gram", "producers"}  # what calibration takes without a loss
 
 
@@ -37,6 +39,19 @@ def amount(keep: Sequence[str], macs: str, params: str, recipe: str) -> Any:
     return _keep(keep) if keep else _DEFAULT
 
 
+def bytes_of(option: str, text: str) -> int:
+    """A number of bytes: K, M, G, T are powers of 1,000, Ki, Mi, Gi, Ti of 1,024.
+
+    >>> bytes_of("--memory", "2G"), bytes_of("--memory", "1.5 GiB"), bytes_of("--memory", "500MB")
+    (2000000000, 1610612736, 500000000)
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([kmgt]?)(i?)b?", text.strip().lower())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
+    if size < 1:
+        raise InputError(f"{option} {text}: pass a number of bytes such as 500M or 2G")
+    return int(size)
+
+
 def number(option: str, text: str) -> float | int:
     """A fraction with a point, or a count without one.
 
@@ -55,18 +70,31 @@ def method_of(text: str) -> str | Selector:
     """A method's name, or a selector with options.
 
     >>> method_of("l1"), method_of("ispasp:iterations=40")
-    ('l1', ISpaSP(iterations=40, rank='value'))
+    ('l1', ISpaSP(iterations=40, rank='value', minibatches=False))
+    >>> method_of("ispasp:minibatches=yes").minibatches
+    True
     """
     name, options = with_options(text)
     plain: Any = selector(name)
     if not options:
         return name
-    try:
-        changed: Selector = replace(plain, **options)
-    except TypeError as error:
-        known = ", ".join(field.name for field in fields(plain)) or "none"
-        raise InputError(f"--method {text}: the options of {name} are: {known}") from error
+    kinds = get_type_hints(type(plain))
+    known = [field.name for field in fields(plain)]
+    for key in options:
+        if key not in known:
+            raise InputError(f"--method {text}: {name} has no option {key!r}: it has {', '.join(known) or 'none'}")
+    changed: Selector = replace(plain, **{key: _typed(text, key, v, kinds[key]) for key, v in options.items()})
     return changed
+
+
+def _typed(text: str, key: str, value: Any, kind: Any) -> Any:
+    """Truth in all its spellings; what else is wrong, the selector itself says best."""
+    if kind is not bool:
+        return value
+    spelt = str(value).lower()
+    if spelt not in _TRUTH:
+        raise InputError(f"--method {text}: {key} is {value!r}: pass {key}=true or {key}=false")
+    return _TRUTH[spelt]
 
 
 def looks_at_the_task(method: str | Selector) -> bool:
@@ -82,5 +110,7 @@ def _keep(given: Sequence[str]) -> Any:
     rules: dict[str, float | int] = {}
     for text in given:
         pattern, equals, value = text.rpartition("=")
+        if equals and not (pattern and value):
+            raise InputError(f"--keep {text}: pass GLOB=0.5, such as 'layer1.*=0.5'")
         rules[pattern if equals else "*"] = number("--keep", value)
     return rules["*"] if set(rules) == {"*"} else rules

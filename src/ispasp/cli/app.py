@@ -12,13 +12,11 @@ import ispasp
 from ispasp.cli.bench import bench
 from ispasp.cli.demo import demo
 from ispasp.cli.export import export
+from ispasp.cli.failures import DEBUG, is_usage, one_line
 from ispasp.cli.finetune import finetune
 from ispasp.cli.prune import prune
 from ispasp.cli.reproduce import reproduce
 from ispasp.cli.survey import survey
-from ispasp.errors import IspaspError
-
-DEBUG = "ISPASP_DEBUG"
 
 app = typer.Typer(name="ispasp", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (survey, prune, finetune, export, demo):
@@ -43,12 +41,14 @@ def root(
 def main() -> None:
     """Entry point: an error is one line on standard error and exit code 2; with ISPASP_DEBUG=1 a traceback."""
     try:
-        app()
+        code = app(prog_name="ispasp", standalone_mode=False)  # else typer would draw boxes around usage errors
+    except typer.Abort:
+        code = 130  # as shells say it of Ctrl-C
     except Exception as error:
-        if os.environ.get(DEBUG):
+        if os.environ.get(DEBUG) and not is_usage(error):
             raise
-        text = " ".join(str(error).split())
-        if not isinstance(error, IspaspError):
-            text = f"{type(error).__name__}: {text}: this was not foreseen; {DEBUG}=1 shows where it happened"
-        typer.echo(f"ispasp: {text}", err=True)
-        sys.exit(2)
+        text = one_line(error)
+        if text:
+            typer.echo(f"ispasp: {text}", err=True)
+        code = 2
+    sys.exit(code or 0)

@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
+from ispasp.cli.options import writable
+
 
 def demo(
     keep: Annotated[float, typer.Option(help="Fraction of units that stay in each hidden layer.")] = 0.2,
-    seed: Annotated[int, typer.Option(help="Seed of training and pruning.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of training and pruning.", min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the pruned network and report.html.")] = Path("results/demo"),
 ) -> None:
     """Train a small network on handwritten digits, prune it with every method, print a table, write a report."""
     from ispasp.experiments import demo as experiment
 
+    writable(out, model=True)
     done = experiment.run(keep, seed)
     typer.echo(experiment.as_table(done.rows, keep))
     if keep >= 0.5:

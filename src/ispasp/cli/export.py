@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 import ispasp
 from ispasp.cli import options as o
 from ispasp.cli.sources import load_model
+from ispasp.errors import InputError
 
 
 def export(
@@ -20,14 +22,26 @@ def export(
     data: o.Data = "random",
     input_size: o.InputSize = "",
     size: o.ImageSize = None,
+    key: o.Key = "",
     length: o.Length = 128,
     opset: Annotated[int | None, typer.Option(help="ONNX opset. Default: the exporter's.", min=1)] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative error of onnxruntime's output.")] = 1e-4,
 ) -> None:
     """Write a model, dense or pruned, as ONNX, and check that onnxruntime computes the same."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: pass a file in it, such as {path / 'model.onnx'}")
+    o.writable(path.parent, option="")
     loaded = load_model(model, weights, dense=dense)
     o.warn(loaded.warnings)
-    examples = o.one_batch(loaded, data, input_size, size, length)
-    batch = examples.read(examples.some(2))
+    batch = o.one_batch(loaded, data, o.wanted(input_size, size, key, length))
     error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance)
+    _check_opset(path, opset)
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); onnxruntime differs from torch by {error:.0e}")
+
+
+def _check_opset(path: Path, wanted: int | None) -> None:
+    """The exporter takes another opset where it cannot write the one asked for, and does not say so."""
+    onnx = importlib.import_module("onnx")
+    written = next(s.version for s in onnx.load(path, load_external_data=False).opset_import if not s.domain)
+    if wanted is not None and written != wanted:
+        o.warn([f"the exporter cannot write opset {wanted}: {path} has opset {written}."])

@@ -12,10 +12,9 @@ import typer
 
 import ispasp
 from ispasp.cli import options as o
-from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, load_data, load_model
-from ispasp.cli.task import accuracy, input_of
+from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, is_saved, load_data, load_model, runs
+from ispasp.cli.task import accuracy
 from ispasp.errors import InputError
-from ispasp.graph.trace import evaluating, run
 from ispasp.train.objective import logits_of
 
 
@@ -47,11 +46,16 @@ def finetune(
     out: Annotated[Path | None, typer.Option(help="Folder to write to. Default: FOLDER-finetuned.")] = None,
 ) -> None:
     """Fine-tune a pruned model on labelled data, and save it with its plan."""
+    if not is_saved(folder):
+        raise InputError(f"{folder} has no plan.json: pass a folder that `ispasp prune` wrote")
+    beside = folder if folder.name else folder.resolve()
+    target = o.writable(out or beside.with_name(f"{beside.name}-finetuned"), model=True)
+    taught = load_model(teacher, teacher_weights, seed=seed) if teacher else None
     chosen: dict[str, Any] = {
         "epochs": epochs,
         "recipe": _recipe(optimizer, lr),
         "label_smoothing": label_smoothing,
-        "teacher": load_model(teacher, teacher_weights, seed=seed).model if teacher else None,
+        "teacher": taught.model if taught else None,
         "mixed_precision": mixed_precision or None,
         "accumulate": accumulate,
         "checkpoint": checkpoint,
@@ -61,34 +65,41 @@ def finetune(
     wanted = Wanted(size=size, key=key, labels=labels, length=length, seed=seed)
     found = load_data(data, loaded, wanted)
     _check(loaded, found)
-    held = load_data(val, loaded, wanted).loader(batch_size, labelled=True) if val else None
+    if taught:
+        runs(taught, found)
+        o.warn(taught.warnings)
+    held = _held(val, loaded, found, wanted).loader(batch_size, labelled=True) if val else None
     before = accuracy(loaded.model, held) if held else 0.0
     result = ispasp.finetune(loaded.model, found.loader(batch_size, labelled=True, shuffle=True), **chosen)
     typer.echo(str(result))
     if held:
         typer.echo(f"accuracy on {val}: {before:.1f} % before, {accuracy(loaded.model, held):.1f} % after")
     if os.environ.get("RANK", "0") == "0":  # of several processes one writes
-        _save(loaded, folder, out or folder.with_name(f"{folder.resolve().name}-finetuned"))
+        _save(loaded, folder, target)
 
 
 def _recipe(optimizer: str, lr: float | None) -> ispasp.Sgd | ispasp.AdamW:
-    if optimizer not in ("sgd", "adamw"):
-        raise InputError(f"--optimizer {optimizer}: choose sgd or adamw")
+    o.one_of("--optimizer", optimizer, "sgd", "adamw")
     recipe = ispasp.Sgd() if optimizer == "sgd" else ispasp.AdamW()
     return recipe if lr is None else replace(recipe, lr=lr)
 
 
+def _held(val: str, loaded: Loaded, found: Examples, wanted: Wanted) -> Examples:
+    """Labels of a folder are numbers in the order of its sub-folders, so both must have the same ones."""
+    held = load_data(val, loaded, wanted)
+    if found.classes and held.classes and found.classes != held.classes:
+        odd = sorted(set(found.classes) ^ set(held.classes))
+        raise InputError(
+            f"--data and --val have different classes, such as {odd[0]!r}: pass folders with the same sub-folders"
+        )
+    _check(loaded, held)
+    return held
+
+
 def _check(loaded: Loaded, found: Examples) -> None:
     """Inputs of another size and labels beyond the model's outputs fail deep inside torch; say it here."""
-    batch = next(iter(found.loader(2, labelled=True)))  # raises if there are no labels
-    assert found.labels is not None  # noqa: S101
-    try:
-        with evaluating(loaded.model):
-            output = run(loaded.model, input_of(batch))
-    except Exception as error:
-        raise InputError(f"the model does not run on {found.text}: {error}: check --size and --key") from error
-    scores = logits_of(output)
-    highest = int(found.labels.max())
+    highest = int(found.needed_labels().max())
+    scores = logits_of(runs(loaded, found))
     if scores.ndim == 2 and highest >= scores.shape[1]:
         raise InputError(
             f"{found.text} have labels up to {highest}, the model has {scores.shape[1]} outputs: pass data of its "

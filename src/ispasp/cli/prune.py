@@ -12,15 +12,30 @@ import torch
 import typer
 
 import ispasp
+from ispasp.api.options import Options
+from ispasp.api.survey import KINDS
 from ispasp.cli import options as o
-from ispasp.cli.amounts import amount, looks_at_the_task, method_of
-from ispasp.cli.sources import RESULT, Examples, Loaded, Wanted, is_saved, load_data, load_model, sizes
+from ispasp.cli.amounts import amount, bytes_of, looks_at_the_task, method_of
+from ispasp.cli.sources import (
+    RESULT,
+    Examples,
+    Loaded,
+    Wanted,
+    load_data,
+    load_model,
+    runs,
+    saved_folder,
+    sizes,
+)
 from ispasp.cli.task import input_of, loss
+from ispasp.compensate.solve import RIDGE
 from ispasp.errors import InputError, SaveError
 from ispasp.report.html import html, roots
+from ispasp.select import selector
 
 _AMOUNT = "How much stays"
 _HOW = "How"
+_NO_CURVES = "{} looks at the task, so every width would take the loss anew: no curves were taken."
 
 
 def prune(
@@ -37,13 +52,35 @@ def prune(
     macs: Annotated[str, typer.Option(help="Fraction or number of MACs that stay.", rich_help_panel=_AMOUNT)] = "",
     params: Annotated[str, typer.Option(help="Same for parameters.", rich_help_panel=_AMOUNT)] = "",
     recipe: Annotated[
-        str, typer.Option(help="A network of the paper, such as resnet34-2.69G.", rich_help_panel=_AMOUNT)
+        str, typer.Option(help=f"A network of the paper: {', '.join(ispasp.recipes)}.", rich_help_panel=_AMOUNT)
     ] = "",
     method: Annotated[
-        str, typer.Option(help="ispasp, l1, obs, ... or ispasp:iterations=40.", rich_help_panel=_HOW)
+        str,
+        typer.Option(
+            help=f"One of {', '.join(ispasp.methods())}; with options as in ispasp:iterations=40,minibatches=true.",
+            rich_help_panel=_HOW,
+        ),
     ] = "ispasp",
     compensate: Annotated[str, typer.Option(help="dense, local or none.", rich_help_panel=_HOW)] = "dense",
     order: Annotated[str, typer.Option(help="sequential, oneshot or global.", rich_help_panel=_HOW)] = "sequential",
+    refit: Annotated[
+        str,
+        typer.Option(
+            help="What compensation refits: consumers of what is pruned, or all layers from there on.",
+            rich_help_panel=_HOW,
+        ),
+    ] = "consumers",
+    ridge: Annotated[
+        float, typer.Option(help="Of compensation, relative to the variance of its inputs.", rich_help_panel=_HOW)
+    ] = RIDGE,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Bytes that waiting activations may take, such as 500M or 2G; beyond, batches are run again for every "
+            "layer. Default: no limit.",
+            rich_help_panel=_HOW,
+        ),
+    ] = "",
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Estimate BatchNorm statistics anew.", rich_help_panel=_HOW)
     ] = False,
@@ -72,23 +109,33 @@ def prune(
     chosen: dict[str, Any] = {
         "keep": amount(keep or (), macs, params, recipe),
         "method": method_of(method),
-        "compensate": None if compensate == "none" else compensate,
-        "order": order,
+        "compensate": None if o.one_of("--compensate", compensate, "dense", "local", "none") == "none" else compensate,
+        "order": o.one_of("--order", order, "sequential", "oneshot", "global"),
+        "refit": o.one_of("--refit", refit, "consumers", "all"),
+        "ridge": o.finite("--ridge", ridge),
+        "memory": bytes_of("--memory", memory) if memory else None,
         "recalibrate": recalibrate,
-        "scope": scope,
-        "kinds": o.listed(kinds),
+        "scope": o.one_of("--scope", scope, "blocks", "all"),
+        "kinds": o.some_of("--kinds", kinds, *KINDS),
         "skip": skip or (),
         "round_to": round_to,
     }
-    if is_saved(Path(model.partition(":")[2])) or is_saved(Path(model)):
+    Options(**chosen)  # tells what does not go together before anything is loaded
+    o.writable(out, model=True)
+    if saved_folder(model) is not None:
         raise InputError(f"{model} is pruned already: prune the dense model again with another --keep")
     loaded = load_model(model, weights, seed=seed)
     wanted = Wanted(examples, size, sizes(input_size), key, labels, length, seed)
     found = load_data(data, loaded, wanted)
+    runs(loaded, found)
     warnings = (*loaded.warnings, *found.warnings)
     o.warn(warnings)
     result = _pruned(loaded, found, examples, batch_size, device, chosen)
+    if not result.layers:
+        warnings += ("Nothing was removed: pass a smaller --keep, or fewer --skip.",)
     told = {**json.loads(result.to_json()), "model": model, "command": _command(), "warnings": warnings}
+    if looks_at_the_task(chosen["method"]):
+        told["no_curves"] = _NO_CURVES.format(method)
     _write(result, told, found, out)
     typer.echo(json.dumps(told, indent=2) if as_json else str(result))
     typer.echo(f"calibrated with {min(examples, found.count):,} of {found.text}", err=as_json)
@@ -99,10 +146,15 @@ def prune(
 def _pruned(
     loaded: Loaded, found: Examples, examples: int, batch_size: int, device: str, chosen: dict[str, Any]
 ) -> ispasp.Result:
+    if device == "meta":
+        raise InputError("--device meta has no numbers to calibrate with: pass --device cpu")
     try:
         loaded.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device} cannot be used ({error}): pass cpu or cuda") from error
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"--device {device or 'cuda'} cannot be used ({reason}): pass --device cpu") from error
+    if "sensitivity" in selector(chosen["method"]).needs:
+        found.needed_labels()
     task_method = looks_at_the_task(chosen["method"])  # it has no curves: each point would take the task anew
     labelled = task_method and found.labels is not None
     batches = found.loader(batch_size, numbers=found.some(examples), labelled=labelled)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ispasp.cli.options import writable
+
 reproduce = typer.Typer(no_args_is_help=True, help="Run the paper's experiments.")
 
 
@@ -24,6 +26,7 @@ def synthetic(
     """Error against size on hidden representations of known decay (Section 6.1, Appendix A.1)."""
     from ispasp.experiments import synthetic as experiment
 
+    writable(out)
     points = experiment.run(matrices=matrices, seed=seed)
     paths = experiment.write(points, out)
     typer.echo(experiment.summary(points))
@@ -57,6 +60,7 @@ def mnist(
     from ispasp.experiments import mnist_report
     from ispasp.experiments.mnist_network import Settings
 
+    writable(out)
     if quick:
         settings, trials, options = replace(experiment.QUICK, seed=seed), 2, "--quick"
         sizes = experiment.QUICK_SIZES
@@ -83,6 +87,7 @@ def runtime(
     from ispasp.experiments import runtime as experiment
     from ispasp.experiments import runtime_report
 
+    writable(out)
     settings = replace(experiment.QUICK if quick else experiment.Settings(), seed=seed)
     rows = experiment.run(settings)
     command = f"ispasp reproduce runtime {'--quick ' if quick else ''}--seed {seed}"
@@ -127,6 +132,7 @@ def cnn(
     from ispasp.experiments.cnn import Settings
     from ispasp.experiments.cnn_pipeline import Training
 
+    writable(out)
     room = None if memory is None else int(memory * 1e9)
     settings = Settings(model, data, examples, tested, seed, weights=weights, memory=room)
     if pipeline:
@@ -165,6 +171,7 @@ def heads(
     from ispasp.experiments import heads_report
     from ispasp.experiments.heads_network import Settings
 
+    writable(out)
     keeps, names = list(experiment.KEEPS), data or ["sst2", "snli"]
     if quick:
         keeps, names, trials = keeps[:1], names[:1], 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -13,6 +14,8 @@ from ispasp.report.html_style import CSS
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 _METHOD = {"dense": "compensated towards the dense network", "local": "compensated layer by layer"}
+_ERRORS = "Error against kept units"
+_FACETS = 24  # curves that are seen without asking for more
 # The browser itself refuses everything from outside; charts and styles are inside.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -21,7 +24,8 @@ def html(result: Mapping[str, Any], curves: Curves | None = None) -> str:
     """One page from `json.loads(result.to_json())`: opens offline, in light and dark, without scripts.
 
     `curves`: hidden dimension -> (kept units, relative errors). Beside what `Result.to_json` gives, `result` may hold
-    "command" (what was typed), "model" (its name), and "warnings" (sentences that everyone must see).
+    "command" (what was typed), "model" (its name), "warnings" (sentences that everyone must see) and "no_curves" (why
+    there are none).
 
     >>> cost = {"params": 5, "macs": 5, "dense_params": 10, "dense_macs": 10}
     >>> layer = {"name": "fc<1>", "kind": "neuron", "units": 8, "kept": 4, "relative_error": 0.1, "certificate": 1e-8}
@@ -37,7 +41,7 @@ def html(result: Mapping[str, Any], curves: Curves | None = None) -> str:
         _tiles(result, layers),
         _widths(layers),
         _table(layers, bool(result.get("settings", {}).get("compensate"))),
-        _curves(layers, curves or {}),
+        _curves(layers, curves or {}, str(result.get("no_curves", ""))),
         _notes(layers),
         _frozen(result.get("frozen", ())),
         _settings(result),
@@ -76,11 +80,18 @@ def count(number: float) -> str:
 def _percent(value: Any) -> str:
     if not _finite(value):
         return '<span class="dim">–</span>'
+    if 0 < value < 5e-5:
+        return "&lt;&thinsp;0.01&thinsp;%"
     return f"{100 * value:.2f}&thinsp;%" if abs(value) < 0.1 else f"{100 * value:.1f}&thinsp;%"
 
 
 def _rounding(value: Any) -> str:
     return f"{value:.0e}" if _finite(value) and value else "0" if value == 0 else '<span class="dim">–</span>'
+
+
+def _name(text: Any) -> str:
+    """A module path that may break after its signs, and inside its words only where it must."""
+    return re.sub(r"([._:/])", r"\1<wbr>", escape(str(text)))
 
 
 def _finite(value: Any) -> bool:
@@ -91,7 +102,7 @@ def _header(title: str, settings: Mapping[str, Any]) -> str:
     said = [f"method {settings.get('method', 'unknown')}"]
     said += [f"{settings['order']} order"] if settings.get("order") else []
     said.append(_METHOD.get(str(settings.get("compensate")), "not compensated"))
-    return f"<header>{svg.MARK}<div><h1>{escape(title)}</h1><p>{escape(', '.join(said))}</p></div></header>"
+    return f"<header>{svg.MARK}<div><h1>{_name(title)}</h1><p>{escape(', '.join(said))}</p></div></header>"
 
 
 def _tiles(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
@@ -115,9 +126,9 @@ def _tiles(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> st
 
 def _tile(label: str, after: int, before: int) -> str:
     share = after / before if before else 1.0
-    times = f" <small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
+    times = f"<small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
     return (
-        f'<div class="tile"><div class="label">{label}</div><div class="value">{count(after)}{times}</div>'
+        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{count(after)}</span>{times}</div>'
         f'<div class="meter"><i style="width:{100 * share:.1f}%"></i></div>'
         f'<div class="under">{100 * share:.1f}&thinsp;% of {count(before)}</div></div>'
     )
@@ -137,10 +148,9 @@ def _widths(layers: Sequence[Mapping[str, Any]]) -> str:
 def _table(layers: Sequence[Mapping[str, Any]], compensated: bool) -> str:
     if not layers:
         return ""
-    longest = max(layer["units"] for layer in layers)
     errors: list[Any] = [layer.get(key) for layer in layers for key in ("relative_error", "uncompensated_error")]
     top = svg.ceiling(max((e for e in errors if _finite(e)), default=1.0))
-    rows = "".join(_row(i + 1, layer, longest, top, compensated) for i, layer in enumerate(layers))
+    rows = "".join(_row(i + 1, layer, top, compensated) for i, layer in enumerate(layers))
     legend = (
         f'<div class="legend"><span>{svg.BEFORE_KEY}before compensation</span>'
         f"<span>{svg.AFTER_KEY}after it</span></div>"
@@ -152,13 +162,13 @@ def _table(layers: Sequence[Mapping[str, Any]], compensated: bool) -> str:
         "<section><h2>Layers</h2><p>Error: how far the outputs of the layers that read these units are from what they "
         "should be, relative to their size. Certificate: the largest relative difference at these layers between the "
         f"pruned model and the masked dense one.</p>{legend}"
-        '<div class="wide"><table><thead><tr><th class="r">#</th><th>hidden dimension</th><th>kind</th><th>width</th>'
-        f'<th class="r">kept</th><th>error, 0 to {100 * top:.3g}&thinsp;%</th>{before}'
+        '<div class="wide"><table><thead><tr><th class="r">#</th><th>hidden dimension</th><th>kind</th>'
+        f'<th>units that stay</th><th class="r"></th><th>error, 0 to {100 * top:.3g}&thinsp;%</th>{before}'
         f'<th class="r">certificate</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 
 
-def _row(number: int, layer: Mapping[str, Any], longest: int, top: float, compensated: bool) -> str:
+def _row(number: int, layer: Mapping[str, Any], top: float, compensated: bool) -> str:
     kept, units, after = layer["kept"], layer["units"], layer.get("relative_error")
     before = layer.get("uncompensated_error") if compensated else None
     certificate = layer.get("certificate")
@@ -166,52 +176,55 @@ def _row(number: int, layer: Mapping[str, Any], longest: int, top: float, compen
     numbers.append(_rounding(certificate))
     cells = "".join(f'<td class="r">{text}</td>' for text in numbers)
     return (
-        f'<tr><td class="r dim">{number}</td><td class="name">{escape(str(layer["name"]))}</td>'
-        f'<td class="dim">{escape(str(layer.get("kind", "")))}</td><td>{svg.bar(kept, units, longest)}</td>'
+        f'<tr><td class="r dim">{number}</td><td class="name">{_name(layer["name"])}</td>'
+        f'<td class="dim">{escape(str(layer.get("kind", "")))}</td><td>{svg.bar(kept, units)}</td>'
         f'<td class="r">{kept:,} <span class="dim">of {units:,}</span></td>'
         f"<td>{svg.dumbbell(before, after, top)}</td>{cells}</tr>"
     )
 
 
-def _curves(layers: Sequence[Mapping[str, Any]], curves: Curves) -> str:
+def _curves(layers: Sequence[Mapping[str, Any]], curves: Curves, without: str) -> str:
     drawn = {name: points for name, points in curves.items() if len(points[0])}
     if not drawn:
-        return ""
+        return f"<section><h2>{_ERRORS}</h2><p>{escape(without)}</p></section>" if without else ""
     kept = {layer["name"]: layer["kept"] for layer in layers}
     order = [name for name in kept if name in drawn] + [name for name in drawn if name not in kept]
     top = svg.ceiling(max((e for _, errors in drawn.values() for e in errors if _finite(e)), default=1.0))
-    facets = "".join(
-        f"<div><h3>{escape(str(name))}</h3>{svg.curve(*drawn[name], kept.get(name), top)}</div>" for name in order
-    )
+    facets = [f"<div><h3>{_name(name)}</h3>{svg.curve(*drawn[name], kept.get(name), top)}</div>" for name in order]
+    shown = f'<div class="facets">{"".join(facets[:_FACETS])}</div>'
+    if facets[_FACETS:]:
+        shown += (
+            f'<details class="more"><summary>more layers <b>{len(facets) - _FACETS}</b></summary>'
+            f'<div class="facets">{"".join(facets[_FACETS:])}</div></details>'
+        )
     return (
-        "<section><h2>Error against kept units</h2><p>What the method would lose at other widths, as predicted from "
+        f"<section><h2>{_ERRORS}</h2><p>What the method would lose at other widths, as predicted from "
         "the calibration data, layer by layer and without compensation. The dot is the width that was chosen.</p>"
-        f'<div class="facets">{facets}</div></section>'
+        f"{shown}</section>"
     )
 
 
 def _notes(layers: Sequence[Mapping[str, Any]]) -> str:
-    notes = [(layer["name"], note) for layer in layers for note in layer.get("notes", ())]
-    if not notes:
-        return ""
-    rows = "".join(f'<li><span class="name">{escape(str(n))}</span>: {escape(str(text))}</li>' for n, text in notes)
-    return f'<section><h2>Notes</h2><ul class="notes">{rows}</ul></section>'
+    rows = [{"name": layer["name"], "reason": note} for layer in layers for note in layer.get("notes", ())]
+    return f"<section><h2>Notes</h2>{_grouped(rows)}</section>" if rows else ""
 
 
 def _frozen(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return ""
+    return f"<section><h2>Left whole, and why</h2>{_grouped(rows)}</section>" if rows else ""
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Names under what is said of them, most frequent first; open where that is not long."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         node = f' <span class="dim">({escape(str(row["node"]))})</span>' if row.get("node") else ""
-        text = f'<li><span class="name">{escape(str(row["name"]))}</span>{node}</li>'
+        text = f'<li><span class="name">{_name(row["name"])}</span>{node}</li>'
         groups.setdefault(str(row["reason"]), []).append(text)
     opened = " open" if len(rows) <= 12 else ""
-    shown = "".join(
+    return "".join(
         f"<details{opened}><summary>{escape(reason)} <b>{len(names)}</b></summary><ul>{''.join(names)}</ul></details>"
         for reason, names in sorted(groups.items(), key=lambda item: -len(item[1]))
     )
-    return f"<section><h2>Left whole, and why</h2>{shown}</section>"
 
 
 def _settings(result: Mapping[str, Any]) -> str:

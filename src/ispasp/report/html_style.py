@@ -4,13 +4,15 @@ CSS = """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --ink: #16202e; --soft: #5a6778; --line: #e1e6ec; --track: #dbe1e9;
-  --accent: #1f62d6; --accent-soft: #dfe9fb; --other: #c2570c; --good: #17795e; --good-soft: #dcf2ea;
+  --accent: #1f62d6; --other: #c2570c; --good: #17795e; --good-soft: #dcf2ea;
+  --warn-soft: #fdeeda;
   --mono: ui-monospace, "SF Mono", "Cascadia Mono", "Segoe UI Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #0e131a; --card: #171e28; --ink: #e8edf4; --soft: #9aa7b8; --line: #2a3443; --track: #364254;
-    --accent: #6ba1ff; --accent-soft: #1d2f4d; --other: #f59a52; --good: #57cba6; --good-soft: #143229;
+    --accent: #6ba1ff; --other: #f59a52; --good: #57cba6; --good-soft: #143229;
+    --warn-soft: #3b2a14;
   }
 }
 * { box-sizing: border-box; }
@@ -31,7 +33,9 @@ code, .name { font-family: var(--mono); font-size: 12.5px; overflow-wrap: anywhe
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); gap: 14px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 18px 20px; }
 .tile .label { color: var(--soft); font-size: 13px; }
-.tile .value { font-size: 34px; font-weight: 650; letter-spacing: -0.03em; line-height: 1.25; white-space: nowrap; }
+.tile .value { font-size: 34px; font-weight: 650; letter-spacing: -0.03em; line-height: 1.25; display: flex;
+  flex-wrap: wrap; align-items: baseline; column-gap: 10px; }
+.tile .value span { white-space: nowrap; }
 .tile .value small { font-size: 15px; font-weight: 500; color: var(--soft); letter-spacing: 0; }
 .tile .under { color: var(--soft); font-size: 13px; margin-top: 8px; }
 .meter { height: 8px; border-radius: 4px; background: var(--track); overflow: hidden; margin-top: 8px; }
@@ -66,6 +70,7 @@ svg .link { stroke: var(--track); stroke-width: 2; }
 .legend svg { width: 12px; height: 12px; vertical-align: -1px; margin-right: 6px; }
 .facets { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 20px 22px;
   margin-top: 16px; }
+.facets > div { display: flex; flex-direction: column; justify-content: space-between; }
 .facets svg { width: 100%; height: auto; display: block; }
 details { border-top: 1px solid var(--line); padding: 10px 0; }
 details:first-of-type { margin-top: 12px; }
@@ -74,15 +79,15 @@ summary { cursor: pointer; }
 summary b { color: var(--soft); font-weight: 500; margin-left: 6px; font-variant-numeric: tabular-nums; }
 details ul { margin: 8px 0 2px; padding-left: 22px; columns: 260px 3; column-gap: 28px; }
 details li { break-inside: avoid; }
-ul.notes { margin: 10px 0 0; padding-left: 20px; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 12px 22px; margin: 14px 0 0; }
 dt { color: var(--soft); font-size: 13px; }
 dd { margin: 0; overflow-wrap: anywhere; }
 pre { margin: 14px 0 0; padding: 12px 14px; background: var(--page); border: 1px solid var(--line); border-radius: 8px;
   font: 12.5px/1.5 var(--mono); white-space: pre-wrap; overflow-wrap: anywhere; }
-footer { color: var(--soft); font-size: 13px; margin-top: 22px; }
-.warning { background: var(--accent-soft); border-radius: 10px; padding: 10px 14px; margin: 0 0 16px; color: var(--ink);
-  max-width: none; }
+.warning { background: var(--warn-soft); border-left: 4px solid var(--other); border-radius: 6px; padding: 10px 14px;
+  margin: 0 0 16px; color: var(--ink); max-width: none; overflow-wrap: anywhere; }
+td.name { min-width: 190px; }
+.more { margin-top: 18px; }
 @media (max-width: 640px) {
   main { padding: 24px 14px; } section { padding: 16px; } header svg { display: none; }
 }

@@ -4,6 +4,19 @@ from ispasp.cli.sources.data import load_data, sizes
 from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.loaded import Loaded, with_options
 from ispasp.cli.sources.models import load_model
-from ispasp.cli.sources.saved import RESULT, is_saved
+from ispasp.cli.sources.runs import runs
+from ispasp.cli.sources.saved import RESULT, is_saved, saved_folder
 
-__all__ = ["RESULT", "Examples", "Loaded", "Wanted", "is_saved", "load_data", "load_model", "sizes", "with_options"]
+__all__ = [
+    "RESULT",
+    "Examples",
+    "Loaded",
+    "Wanted",
+    "is_saved",
+    "load_data",
+    "load_model",
+    "runs",
+    "saved_folder",
+    "sizes",
+    "with_options",
+]

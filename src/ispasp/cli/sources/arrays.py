@@ -31,10 +31,13 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     if not wanted.key and loaded.keyword in names:
         chosen = {name: _tensor(arrays[name], loaded) for name in names}
     else:
+        names = [key]
         chosen = {"": _tensor(_array(path, arrays, key), loaded)}
     first = next(iter(chosen.values()))
-    if not first.ndim or any(len(value) != len(first) for value in chosen.values()):
-        raise InputError(f"{path}: the first axis of {', '.join(chosen) or key} must count the examples")
+    if any(not arrays[name].ndim or len(arrays[name]) != len(first) for name in names):
+        raise InputError(f"{path}: the first axis of {', '.join(names)} must count the examples: write them so")
+    if not len(first):
+        raise InputError(f"{path}: {names[0]!r} holds no example: pass an array with at least one")
     if labels is not None and len(labels) != len(first):
         raise InputError(f"{path} has {len(first)} examples and {len(labels)} labels: pass as many of each")
 
@@ -44,7 +47,9 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
             return loaded.call(chosen[""][index])
         return loaded.complete({name: value[index] for name, value in chosen.items()})
 
-    return Examples(len(first), read, f"{len(first):,} examples in {path}", labels)
+    told = ", ".join(f"{name} is {arrays[name].dtype} {arrays[name].shape}" for name in names)
+    remedy = f"pass --key, or write arrays as the model takes them ({told})"
+    return Examples(len(first), read, f"{len(first):,} examples in {path}", labels, remedy=remedy)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -52,15 +57,21 @@ def _read(path: Path) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:
-        raise InputError(f"{path} cannot be read ({error}): write it with numpy.savez(path, x=...)") from error
+        reason = _reason(error)
+        raise InputError(f"{path} cannot be read as .npz ({reason}): write it with numpy.savez(path, x=...)") from error
     if not arrays:
         raise InputError(f"{path} holds no array: write it with numpy.savez(path, x=...)")
     return arrays
 
 
+def _reason(error: Exception) -> str:
+    """numpy takes a file that is no archive for a pickle, and advises to trust it."""
+    return "no archive of arrays of numbers" if "pickle" in str(error) else " ".join(str(error).split())[:200]
+
+
 def _array(path: Path, arrays: dict[str, Any], key: str) -> Any:
     if key not in arrays:
-        raise InputError(f"{path} has no array {key!r}: it has {', '.join(arrays)}")
+        raise InputError(f"{path} has no array {key!r}: it has {', '.join(arrays)}; pass --key or --labels so")
     return arrays[key]
 
 
@@ -79,6 +90,8 @@ def _labels(path: Path, arrays: dict[str, Any], wanted: Wanted, key: str) -> Ten
 def _tensor(array: Any, loaded: Loaded) -> Tensor:
     if array.dtype.kind not in "fiub":
         raise InputError(f"an array of {array.dtype} is no input: pass numbers")
+    if array.dtype == np.uint8 and array.ndim == 3 and not loaded.reads_text:
+        array = array[:, None]  # grey images
     if array.dtype == np.uint8 and array.ndim == 4:
         if array.shape[-1] in (1, 3) and array.shape[1] not in (1, 3):
             array = np.moveaxis(array, -1, 1)

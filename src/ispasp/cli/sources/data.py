@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ispasp.cli.sources.arrays import from_npz
+from ispasp.cli.sources.datasets import from_dataset
 from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.generated import generated
 from ispasp.cli.sources.images import from_images
 from ispasp.cli.sources.loaded import Loaded
-from ispasp.cli.sources.texts import from_dataset, from_text
+from ispasp.cli.sources.texts import from_text
 from ispasp.errors import InputError
 
 _DATASET = "hf-dataset:"
@@ -27,11 +28,12 @@ def load_data(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
     if spec.startswith(_DATASET):
         return from_dataset(spec.removeprefix(_DATASET), loaded, wanted)
     path = Path(spec).expanduser()
-    if path.is_dir():
+    if spec and path.is_dir():
         return from_images(path, loaded, wanted)
     if not path.is_file():
         raise InputError(
-            f"no data at {spec}: pass an image folder, an .npz or text file, hf-dataset:NAME, or random to try it out"
+            f"no data at {spec or repr(spec)}: pass an image folder, an .npz or text file, hf-dataset:NAME, or random "
+            "to try it out"
         )
     return from_npz(path, loaded, wanted) if path.suffix == ".npz" else from_text(path, loaded, wanted)
 

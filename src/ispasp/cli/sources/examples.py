@@ -28,7 +28,10 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """`read(numbers)` makes a batch as the model takes it; `text` says what the examples are."""
+    """`read(numbers)` makes a batch as the model takes it; `text` says what the examples are.
+
+    `remedy`: what to do if the model does not run on them.
+    """
 
     count: int
     read: Callable[[Sequence[int]], Any]
@@ -36,6 +39,8 @@ class Examples:
     labels: Tensor | None = None
     warnings: tuple[str, ...] = ()
     tokenizer: Any = None  # what made them of text
+    classes: tuple[str, ...] = ()  # what labels 0, 1, ... stand for, where names say it
+    remedy: str = "pass data as this model takes it"
 
     def some(self, number: int) -> list[int]:
         """Numbers of that many examples, spread evenly, so that a sorted folder gives some of each class.
@@ -59,11 +64,20 @@ class Examples:
         read = self._read_labelled if labelled else self.read
         return DataLoader(chosen, batch_size, shuffle=shuffle, collate_fn=read)
 
-    def _read_labelled(self, numbers: Sequence[int]) -> Any:
+    def needed_labels(self) -> Tensor:
+        """The labels, or what to do where there are none.
+
+        >>> Examples(3, list, "3 lines of a.txt").needed_labels()
+        Traceback (most recent call last):
+        ispasp.errors.InputError: 3 lines of a.txt have no labels: pass an image folder with one sub-folder per ...
+        """
         if self.labels is None:
             raise InputError(
-                f"{self.text} have no labels: pass an image folder with one sub-folder per class, or an .npz with "
-                "--labels KEY"
+                f"{self.text} have no labels: pass an image folder with one sub-folder per class, an .npz with "
+                "--labels KEY, or hf-dataset:NAME"
             )
-        x, y = self.read(numbers), self.labels[torch.as_tensor(numbers)]
+        return self.labels
+
+    def _read_labelled(self, numbers: Sequence[int]) -> Any:
+        x, y = self.read(numbers), self.needed_labels()[torch.as_tensor(numbers)]
         return {**x, "labels": y} if isinstance(x, Mapping) else (x, y)

@@ -21,7 +21,7 @@ def from_file(text: str) -> nn.Module:
     ispasp.errors.InputError: no file no_such_file.py: pass path/to/file.py:factory
     """
     place, _, name = text.rpartition(":")
-    path = Path(place)
+    path = Path(place).expanduser()
     if not path.is_file():
         raise InputError(f"no file {path}: pass path/to/file.py:factory")
     folder = str(path.resolve().parent)
@@ -29,9 +29,8 @@ def from_file(text: str) -> nn.Module:
     try:
         module = _run(path)
         if not callable(getattr(module, name, None)):
-            found = [
-                key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
-            ]
+            own = {key: value for key, value in vars(module).items() if callable(value)}
+            found = [key for key, value in own.items() if getattr(value, "__module__", "") == module.__name__]
             raise InputError(f"{path} has no function {name!r}: it has {', '.join(found) or 'none'}")
         model = getattr(module, name)()
     except InputError:

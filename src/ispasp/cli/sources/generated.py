@@ -16,13 +16,15 @@ WARNING = (
     "Pass --data with an image folder, an .npz or a text file."
 )
 
+_REMEDY = "pass --input-size with the size of one input, such as 3x224x224, or --data"
+
 
 def generated(loaded: Loaded, wanted: Wanted) -> Examples:
     """Noise of the model's input size, or random tokens."""
     vocabulary = getattr(loaded.config, "vocab_size", None)
     generator = torch.Generator().manual_seed(wanted.seed)
     if wanted.input_size is None and loaded.keyword == "input_ids" and isinstance(vocabulary, int):
-        shape: tuple[int, ...] = (min(wanted.length, 32),)
+        shape: tuple[int, ...] = (min(wanted.length, loaded.longest, 32),)
         x = torch.randint(0, vocabulary, (wanted.examples, *shape), generator=generator)
     else:
         shape = _shape(loaded, wanted)
@@ -32,7 +34,7 @@ def generated(loaded: Loaded, wanted: Wanted) -> Examples:
         return loaded.call(x[torch.as_tensor(numbers)])
 
     text = f"{wanted.examples:,} random inputs {'x'.join(map(str, shape))}"
-    return Examples(wanted.examples, read, text, warnings=(WARNING,))
+    return Examples(wanted.examples, read, text, warnings=(WARNING,), remedy=_REMEDY)
 
 
 def _shape(loaded: Loaded, wanted: Wanted) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,22 +43,26 @@ def described(model: Any, spec: str, folder: str) -> Loaded:
     return Loaded(model.eval(), spec, shape, image_scale(folder), tokenizer=folder)
 
 
-def hf_model(name: str, *, empty: bool = False) -> nn.Module:
-    """The model of a folder (nothing is fetched) or of a hub name, of the class that its config names.
+def hf_model(name: str, *, empty: bool = False) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of a folder (nothing is fetched) or of a hub name, of the class that its config names; and warnings.
 
     `empty`: the weights come from elsewhere, so only the config is read.
     """
+    if not name:
+        raise InputError("hf: names no model: pass hf:FOLDER, or the name of a model on the hub such as hf:gpt2")
     package = transformers()
     local = _local(name)
     try:
         config = package.AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False)
         cls = getattr(package, (getattr(config, "architectures", None) or ["AutoModel"])[0])
         if empty:
-            return _from_config(cls, config)
-        model: nn.Module = cls.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+            return _from_config(cls, config), ()
+        model, told = cls.from_pretrained(
+            name, local_files_only=local, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:
         raise InputError(_unusable(name, error)) from error
-    return model.eval()
+    return model.eval(), _untrained(name, sorted(told.get("missing_keys", ())))
 
 
 def tokenizer(name: str) -> Any:
@@ -71,7 +76,9 @@ def tokenizer(name: str) -> Any:
     except Exception as error:
         raise InputError(f"no tokenizer: {_unusable(name, error)}") from error
     if found.pad_token is None:
-        found.pad_token = found.eos_token
+        found.pad_token = found.eos_token or found.unk_token
+    if found.pad_token is None:
+        raise InputError(f"the tokenizer of {name} has no token to pad with: set its pad_token, and save it anew")
     return found
 
 
@@ -93,6 +100,14 @@ def _from_config(cls: Any, config: Any) -> nn.Module:
     build = getattr(cls, "from_config", None) or cls._from_config
     model: nn.Module = build(config)
     return model.eval()
+
+
+def _untrained(name: str, missing: Sequence[str]) -> tuple[str, ...]:
+    """transformers fills what a checkpoint lacks with random numbers, and goes on."""
+    if not missing:
+        return ()
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return (f"the checkpoint of hf:{name} lacks {missing[0]!r}{more}, so that these weights are random.",)
 
 
 def _local(name: str) -> bool:

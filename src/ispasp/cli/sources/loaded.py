@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +38,20 @@ class Loaded:
         return getattr(self.model, "config", None) if hasattr(self.model, "main_input_name") else None
 
     def call(self, x: Tensor) -> Any:
-        """The input as the model takes it: by keyword if it is a Hugging Face model.
+        """The input as the model takes it: in its precision, by keyword if it is a Hugging Face model.
 
         >>> import torch
         >>> Loaded(nn.Identity(), "").call(torch.ones(2)).shape
         torch.Size([2])
         """
+        kind = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), x.dtype)
+        x = x.to(kind) if x.is_floating_point() else x
         return self.complete({self.keyword: x}) if self.keyword else x
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it is known to take tokens, which only Hugging Face models tell."""
+        return self.keyword in ("input_ids", "decoder_input_ids")
 
     def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add what a forward wants beside its main input: a decoder's, and that it need not remember the past."""
@@ -53,6 +61,12 @@ class Loaded:
         if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
             batch.setdefault("decoder_input_ids", batch[self.keyword])
         return batch
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a text may have, as far as the config tells."""
+        told = getattr(self.config, "max_position_embeddings", None)
+        return told if isinstance(told, int) and told > 0 else sys.maxsize
 
     @property
     def parameters(self) -> set[str]:

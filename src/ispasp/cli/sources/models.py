@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from torch import nn
 from ispasp.cli.sources.factory import from_file
 from ispasp.cli.sources.huggingface import described, hf_model, quiet_hub
 from ispasp.cli.sources.loaded import Loaded, with_options
-from ispasp.cli.sources.saved import is_saved, load_saved
+from ispasp.cli.sources.saved import load_saved, saved_folder
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, MissingExtraError
 from ispasp.experiments._torchvision import import_torchvision
@@ -43,8 +46,8 @@ def load_model(spec: str, weights: str = "", *, dense: str = "", seed: int = 0) 
 
 def _load(spec: str, weights: str, dense: str) -> Loaded:
     kind, _, rest = spec.partition(":")
-    folder = Path(rest if kind in ("ispasp", "hf") else spec)
-    if kind == "ispasp" or is_saved(folder):
+    folder = saved_folder(spec)
+    if folder is not None:
         if weights:
             raise InputError(f"--weights beside {spec}: the folder holds its weights, so leave --weights out")
         return load_saved(folder, dense, lambda text: _load(text, "", ""))
@@ -53,12 +56,12 @@ def _load(spec: str, weights: str, dense: str) -> Loaded:
     elif spec.rpartition(":")[0].endswith(".py"):
         built = Loaded(from_file(spec).eval(), spec)
     else:
-        raise InputError(f"{spec!r} names no model: pass {_FORMS}")
+        raise InputError(_no_model(spec))
     if weights == PRETRAINED:
         if kind not in ("torchvision", "timm"):
             raise InputError(f"--weights pretrained is for torchvision: and timm:, not for {spec}: pass a file")
     elif weights:
-        fill(built.model, Path(weights))
+        fill(built.model, Path(weights).expanduser())
     return built
 
 
@@ -101,10 +104,24 @@ def _timm(text: str, weights: str) -> Loaded:
 
 
 def _huggingface(name: str, weights: str) -> Loaded:
-    return described(hf_model(name, empty=bool(weights)), f"hf:{name}", name)
+    name = str(Path(name).expanduser()) if name.startswith("~") else name
+    model, warnings = hf_model(name, empty=bool(weights))
+    return replace(described(model, f"hf:{name}", name), warnings=warnings)
 
 
 _BUILDERS: dict[str, Callable[[str, str], Loaded]] = {"torchvision": _torchvision, "timm": _timm, "hf": _huggingface}
+
+
+def _no_model(spec: str) -> str:
+    """Why `spec` is none, with the nearest remedy."""
+    path = Path(spec)
+    if path.suffix == ".py":
+        return f"{spec!r} names a file, not a model: add the function that builds it, {spec}:FUNCTION"
+    if path.is_file():
+        return f"{spec!r} is a file: pass the model that it belongs to, and --weights {spec}"
+    if spec and (path / "config.json").is_file():
+        return f"{spec!r} is a folder of Hugging Face: pass hf:{spec}"
+    return f"{spec!r} names no model: pass {_FORMS}"
 
 
 def _built(what: str, make: Callable[[], Any]) -> Any:
@@ -117,7 +134,8 @@ def _built(what: str, make: Callable[[], Any]) -> Any:
 def _fetched(what: str, fetch: Callable[[], Any]) -> Any:
     quiet_hub()
     try:
-        return fetch()
+        with redirect_stdout(sys.stderr):  # torch.hub tells there what it fetches, and may be followed by JSON
+            return fetch()
     except Exception as error:
         raise InputError(f"{what} cannot be fetched ({type(error).__name__}): pass --weights FILE instead") from error
 

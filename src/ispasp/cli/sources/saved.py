@@ -26,11 +26,23 @@ def is_saved(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
+def saved_folder(spec: str) -> Path | None:
+    """The folder of a pruned model that is named as a model: FOLDER, ispasp:FOLDER or hf:FOLDER.
+
+    >>> saved_folder("torchvision:resnet18"), saved_folder("ispasp:small")
+    (None, ...Path('small'))
+    """
+    kind, _, rest = spec.partition(":")
+    text = rest if kind in ("ispasp", "hf") else spec
+    folder = Path(text).expanduser()
+    return folder if kind == "ispasp" or (text and is_saved(folder)) else None
+
+
 def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Loaded:
     """The pruned model of a folder, with its plan. `dense` names the dense model if the folder cannot."""
     if not is_saved(folder):
         raise SaveError(f"{folder} has no plan.json: pass a folder that `ispasp prune` wrote")
-    plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    plan = _plan(folder / "plan.json")
     if not dense and (folder / "config.json").is_file():
         transformers()  # says what is missing, and imports torchvision in the way that works everywhere
         return replace(described(load(folder), f"ispasp:{folder}", str(folder)), plan=plan)
@@ -41,6 +53,13 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
     built = build(dense or known)
     load(folder, built.model)
     return replace(built, spec=f"ispasp:{folder}", warnings=(), plan=plan)
+
+
+def _plan(path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SaveError(f"{path} cannot be read ({error}): restore the folder that `ispasp prune` wrote") from error
 
 
 def _made_from(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def fill(model: nn.Module, path: Path) -> None:
     Traceback (most recent call last):
     ispasp.errors.InputError: no weights at no/such/file.safetensors: pass --weights FILE, a safetensors file or ...
     """
-    given = _unwrapped(_read(path))
+    given = _unwrapped(_read(path), path)
     expected = model.state_dict()
     for name, tensor in given.items():
         if name in expected and expected[name].shape != tensor.shape:
@@ -52,28 +53,35 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"no weights at {path}: pass --weights FILE, a safetensors file or a state dict (.pt, .pth)")
     try:
+        with path.open("rb") as file:
+            written_by_torch = file.read(2).startswith((b"PK", b"\x80"))  # an archive, or in old times a pickle
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if not written_by_torch:
+            raise InputError(f"{path} was not written by torch.save: pass safetensors or a state dict (.pt, .pth)")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles it had rather not read; it says so by an error, too
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} holds more than tensors, which could run code when it is read: write it anew with "
             "torch.save(model.state_dict(), path) or as safetensors"
         ) from error
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(
-            f"{path} cannot be read as weights ({reason[:200]}): pass safetensors or a state dict"
-        ) from error
+        reason = (str(error).strip() or " ").splitlines()[0]
+        reason = reason[:200] if " " in reason.strip() else "it is something else, or cut short"
+        raise InputError(f"{path} cannot be read as weights ({reason}): pass safetensors or a state dict") from error
 
 
-def _unwrapped(found: Any) -> Mapping[str, Tensor]:
+def _unwrapped(found: Any, path: Path) -> Mapping[str, Tensor]:
     while isinstance(found, Mapping) and (key := next((k for k in _WRAPPERS if k in found), None)) is not None:
         found = found[key]
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise InputError(f"the weights are a {type(found).__name__}, not a state dict: save model.state_dict()")
+        raise InputError(f"{path} holds a {type(found).__name__}, not a state dict: save model.state_dict()")
     wrapped = bool(found) and all(name.startswith("module.") for name in found)  # as DataParallel writes them
     return {name.removeprefix("module.") if wrapped else name: value for name, value in found.items()}
 
