@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,7 +55,7 @@ class Options:
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
             raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
-        if not self.ridge > 0:
+        if not 0 < self.ridge < math.inf:
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"memory={self.memory!r}: pass a number of bytes, or None for no limit")

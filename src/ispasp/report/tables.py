@@ -43,7 +43,8 @@ def render(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, An
     for row in rows:
         cells = (row.get(column.key) for column in columns)
         table.add_row(*("-" if v is None else c.write(v) for c, v in zip(columns, cells, strict=True)))
-    console = Console(width=_WIDTH, force_terminal=False, color_system=None)
+    # Names and notes are the user's: what looks like markup in them is text.
+    console = Console(width=_WIDTH, force_terminal=False, color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

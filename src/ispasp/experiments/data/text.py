@@ -13,6 +13,7 @@ from torch import Tensor
 from ispasp.errors import InputError
 from ispasp.experiments.data.folder import available, find
 
+_KNOWN = ("sst2", "snli", "xnli")
 _HEADERS = {"label", "gold_label"}
 _ALIASES = {"contradictory": "contradiction"}  # the training file of XNLI says so
 _TRAIN, _OTHER, _TEST = ("train",), ("validation", "dev"), ("test",)
@@ -54,7 +55,8 @@ def load_texts(name: str, language: str | None = None) -> Texts:
     ispasp.errors.InputError: data 'no-such-folder': choose sst2, snli or xnli, or pass a folder with train.tsv and
     test.tsv
     """
-    folder = find(f"nlp/{name}") if available(f"nlp/{name}") else Path(name)
+    known = name in _KNOWN or available(f"nlp/{name}")
+    folder = find(f"nlp/{name}") if known else Path(name)
     if not folder.is_dir():
         raise InputError(f"data {name!r}: choose sst2, snli or xnli, or pass a folder with train.tsv and test.tsv")
     train, test, other = (_files(folder, beginnings, language) for beginnings in (_TRAIN, _TEST, _OTHER))
