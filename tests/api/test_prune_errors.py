@@ -88,6 +88,10 @@ def test_no_hint_where_the_input_was_chosen() -> None:
         ({"scope": "most"}, "scope='most': choose 'blocks'"),
         ({"kinds": ("layer",)}, "kinds has ['layer']: choose from"),
         ({"skip": "0"}, "skip='0': pass a list of names or globs, such as ['0']"),
+        ({"skip": None}, "skip=None: pass a list of names or globs, such as ['layer1.*']"),
+        ({"skip": [0]}, "0 is no name of a hidden dimension: pass a name or glob, such as '0'"),
+        ({"keep": {0: 0.5}}, "0 is no name of a hidden dimension"),
+        ({"input_of": 0}, "input_of=0: pass a function, such as lambda batch: batch[0]"),
         ({"skip": ["layer9.*"]}, "no hidden dimension fits 'layer9.*': the model has 0, 2"),
         ({"keep": {"fc9": 0.5}}, "no hidden dimension fits 'fc9'"),
         ({"keep": 0.0}, "keep=0.0 is not a fraction of units that stay"),
@@ -173,3 +177,45 @@ def test_a_batch_that_takes_another_way_is_told() -> None:
 
     batches = [torch.randn(4, 2, 6), torch.randn(4, 5, 6)]
     assert "takes another way through the model than the first one" in told(batches, Deeper().eval())
+
+
+def test_a_model_without_values() -> None:
+    model = nn.Sequential(nn.Linear(6, 10, device="meta"), nn.ReLU(), nn.Linear(10, 3, device="meta"))
+    with pytest.raises(ispasp.InputError, match="'0.weight' is on the meta device and has no values: load the"):
+        ispasp.prune(model, [X.float()], progress=False)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = net()
+    model.graph = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)  # torch does not copy such parameters
+    with pytest.raises(ispasp.InputError, match=r"Sequential cannot be copied \(.*\): use prune_"):
+        ispasp.prune(model, [X], progress=False)
+
+
+def test_a_batch_that_decides_otherwise_is_told() -> None:
+    class Sign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.relu(self.a(x) if x.sum() > 0 else self.b(x)))
+
+    text = told([X.abs(), -X.abs()], alive(Sign()))
+    assert "InputError: a batch takes another way through the model than the first one" in text
+
+
+def test_what_a_complex_weight_reads_stays() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+            self.w = nn.Parameter(torch.randn(8, 4, dtype=torch.cdouble))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.relu(self.b((torch.relu(self.a(x)).to(self.w.dtype) @ self.w).abs())))
+
+    result = ispasp.prune(Complex().double(), [X], progress=False)
+    assert "a" not in result.plan.kept
+    assert "b" in result.plan.kept
+    assert any(row.name == "a" and "calibration cannot follow" in row.reason for row in result.frozen)

@@ -148,3 +148,31 @@ def test_statistics_of_half_precision_do_not_overflow() -> None:
     result = ispasp.prune(dense, [x], progress=False)
     assert all(torch.isfinite(p).all() for p in result.model.parameters())
     assert result.layers[0].relative_error < 1
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("compensate", [None, "local", "dense"])
+def test_images_without_a_batch_axis(axes: int, compensate: str | None) -> None:
+    conv = (nn.Conv1d, nn.Conv2d)[axes - 1]
+    dense = alive(nn.Sequential(conv(3, 12, 3), nn.ReLU(), conv(12, 10, 3), nn.ReLU(), conv(10, 2, 1)))
+    images = torch.randn(6, 3, *(8, 7)[:axes], dtype=torch.float64)
+    alone = ispasp.prune(dense, list(images), compensate=compensate, progress=False)
+    together = ispasp.prune(dense, [images], compensate=compensate, progress=False)
+    assert alone.plan.kept == together.plan.kept
+    for key, value in together.model.state_dict().items():
+        torch.testing.assert_close(alone.model.state_dict()[key], value, rtol=1e-7, atol=1e-9)
+
+
+def test_calibration_does_not_write_into_a_batch() -> None:
+    from ispasp.calibrate.circuit import Circuit, Edits, named_tensors
+    from ispasp.calibrate.passage import Passage
+    from ispasp.graph.trace import trace
+
+    class InPlace(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, :6].mul_(2.0))
+
+    model, x = InPlace(6, 2).double(), X.clone()
+    found = Passage(Circuit(trace(model, x), {}), x, named_tensors(model), Edits()).advance()
+    assert torch.equal(x, X)
+    torch.testing.assert_close(found[0], model(x.clone()))

@@ -177,3 +177,26 @@ def test_a_recipe_is_a_keep() -> None:
     assert {layer.name for layer in result.layers} == {f"features.{b}.conv.0.0" for b in (6, 9, 10, 12, 13)}
     assert all(layer.kept == int(0.4 * layer.units + 0.5) for layer in result.layers)
     assert result.model.features[6].conv[1][0].groups == result.model.features[6].conv[0][0].out_channels
+
+
+@pytest.mark.parametrize("refit", ["consumers", "all"])
+def test_a_budget_of_parameters_counts_the_biases_that_layers_gain(refit: str) -> None:
+    dense = alive(nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((8, 64), (64, 48), (48, 96)))))
+    x = torch.randn(50, 8, dtype=torch.float64)
+    result = ispasp.prune(dense, [x], ispasp.Params(0.5), refit=refit, progress=False)
+    parameters = sum(p.numel() for p in result.model.parameters())
+    assert any(p.ndim == 1 for p in result.model.parameters())
+    assert result.cost.params == parameters
+    assert 0.99 <= parameters / (0.5 * sum(p.numel() for p in dense.parameters())) <= 1.0
+
+
+def test_a_budget_that_the_dense_network_meets_removes_nothing() -> None:
+    dense = alive(nn.Sequential(nn.Linear(6, 10, bias=False), nn.ReLU(), nn.Linear(10, 3, bias=False)))
+    result = ispasp.prune(dense, [torch.randn(20, 6, dtype=torch.float64)], ispasp.Params(1.0), progress=False)
+    assert result.layers == ()
+
+
+def test_numpy_arrays_tensors_and_sets_name_units() -> None:
+    dense, x = alive(mlp(6, 10, 8, 3)), torch.randn(20, 6, dtype=torch.float64)
+    for units in (numpy.array([1, 4]), torch.tensor([1, 4]), {4, 1}, range(1, 5, 3)):
+        assert ispasp.prune(dense, [x], {"0": units}, progress=False).plan.kept == {"0": (1, 4)}

@@ -102,7 +102,7 @@ def test_layers_tell_what_happened() -> None:
     assert (second.name, second.kind, second.units, second.kept) == ("2", "neuron", 8, 2)
     assert 1 <= first.iterations <= 7
     assert 0 < first.relative_error < first.uncompensated_error <= 1
-    assert result.settings["method"] == "ISpaSP(iterations=7, rank='value')"
+    assert result.settings["method"] == str(ispasp.ISpaSP(iterations=7))
 
 
 def first_error(model: nn.Module, result: ispasp.Result) -> float:

@@ -94,3 +94,19 @@ def test_a_bias_that_is_shared_stays_while_the_weight_is_fitted() -> None:
     assert result.layers[0].notes == ("b: no shift: its bias is shared, and stays",)
     assert torch.equal(result.model.b.bias, dense.b.bias)
     assert result.layers[0].relative_error < result.layers[0].uncompensated_error
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (1,), (1, 1), (6, 4), (6, 1)])
+def test_a_bias_of_addmm_keeps_its_shape(shape: tuple[int, ...]) -> None:
+    class Broadcast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.w, self.b = nn.Linear(5, 8), nn.Parameter(torch.empty(8, 4)), nn.Parameter(torch.empty(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.b, torch.relu(self.a(x)), self.w)
+
+    result = ispasp.prune(alive(Broadcast()), [torch.randn(6, 5, dtype=torch.float64)], progress=False)
+    assert result.model.b.shape == shape
+    told = ("w: not compensated: its bias is not one number for each output",)
+    assert result.layers[0].notes == (() if shape[-1] == 4 and len(shape) * shape[0] < 6 else told)

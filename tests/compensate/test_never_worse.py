@@ -87,3 +87,32 @@ def test_where_no_fit_is_better_the_weight_stays_and_the_report_says_so() -> Non
     assert result.layers[0].notes == ("2: not compensated: no better fit",)
     assert torch.equal(result.model[2].weight, dense[2].weight[:, :3])
     assert result.layers[0].relative_error == result.layers[0].uncompensated_error == 0.0
+
+
+def _lost(dense: torch.nn.Sequential, pruned: torch.nn.Sequential, x: torch.Tensor) -> float:
+    """What the last linear layer, with the mean of its BatchNorm, gives in float64 against the dense network."""
+    h, target = dense[0](x).double()[:, : pruned[2].in_features], dense[2](dense[0](x)).double()
+    shift = dense[3].running_mean - pruned[3].running_mean if len(dense) > 3 else pruned[2].bias
+    return float((target - h @ pruned[2].weight.double().T - shift.double()).norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_rounding_takes_back_is_seen(dtype: torch.dtype, norm: bool) -> None:
+    """Faint units go: the fit changes weights by less than half precision can say."""
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        after = [torch.nn.BatchNorm1d(4)] if norm else []
+        layers = [torch.nn.Linear(8, 16), torch.nn.Identity(), torch.nn.Linear(16, 4, bias=not norm), *after]
+        dense = torch.nn.Sequential(*layers).eval()
+        for parameter in dense.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=g)
+        dense[0].weight.data[8:] *= 1e-4
+        dense[0].bias.data[8:] *= 1e-4
+        dense, x = dense.to(dtype), torch.randn(200, 8, generator=g).to(dtype)
+        options = {"keep": {"0": range(8)}, "progress": False}
+        found = ispasp.prune(dense, [x], compensate="local", **options)
+        bare = ispasp.prune(dense, [x], compensate=None, **options)
+        with torch.no_grad():
+            before, after = (_lost(dense, result.model, x) for result in (bare, found))
+        assert after <= before * (1 + 1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,3 +116,31 @@ def test_squared_error_is_never_negative() -> None:
     assert squared_error(s, torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)) < 1e-12
     nothing = Sums(*(torch.zeros_like(value) - 1e-30 for value in s.tensors().values()))
     assert squared_error(nothing, torch.zeros(1, 2, 2).double(), torch.zeros(1, 2).double()) == 0.0
+
+
+@pytest.mark.parametrize("factor", [1e25, 1e20, 1e-20, 1e-30])
+def test_squares_that_float32_cannot_hold(factor: float) -> None:
+    X, T, W0, b0 = problem(0, 2, 4, 3, 50)
+    X, T = X.float(), T.float()
+    fit, expected = solve(sums_of(factor * X, factor * T), W0, factor * b0), solve(sums_of(X, T), W0, b0)
+    assert_close(fit.weight, expected.weight, rtol=1e-4, atol=1e-5)
+    assert_close(fit.bias / factor, expected.bias, rtol=1e-4, atol=1e-5)
+    assert fit.after == pytest.approx(factor**2 * expected.after, rel=1e-3)
+
+
+def test_autocast_does_not_round_the_sums() -> None:
+    X, T = torch.randn(1, 4, 300), torch.randn(1, 2, 300)
+    plain = sums_of(X, T)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sums_of(X, T)
+    for key, value in plain.tensors().items():
+        assert torch.equal(found.tensors()[key], value), key
+
+
+def test_inputs_that_vary_by_rounding_only_leave_the_shift() -> None:
+    X = torch.randn(1, 6, 1, generator=torch.Generator().manual_seed(3)).expand(1, 6, 50)
+    W0, b0 = torch.ones(1, 2, 6), torch.zeros(1, 2)
+    fit = solve(sums_of(X, W0 @ X + 5.0), W0, b0)
+    assert fit.used
+    assert fit.after < 1e-10 * fit.before
+    assert_close(fit.weight, W0.double())

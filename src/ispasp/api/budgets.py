@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -10,12 +11,14 @@ from torch import Tensor
 from ispasp.api.job import Job
 from ispasp.api.oneshot import collect, stops
 from ispasp.api.task import with_sensitivities, with_task
-from ispasp.budget import Budget, Curve, allocate, error_curve
+from ispasp.budget import Budget, Curve, Params, allocate, error_curve
 from ispasp.budget.sample import sampled_energy
 from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.readers import products
+from ispasp.compensate.slots import slot
 from ispasp.graph.tails import scale
 from ispasp.graph.trace import Batch
+from ispasp.types.layout import Extent, kept_length
 
 
 def error_curves(job: Job, batches: Iterable[Batch], first: Batch) -> dict[str, Curve]:
@@ -43,9 +46,28 @@ def _energies(job: Job, batch: Batch) -> dict[str, Tensor]:
     return found
 
 
+def _new_biases(job: Job) -> list[Extent]:
+    """The outputs of every layer that may gain a bias by compensation: they count as well."""
+    analysis, found = job.survey.analysis, []
+    behind = dropwhile(lambda reader: not reader.names, job.stations)  # nothing is lost before the first consumer
+    for reader in behind if job.compensate else ():
+        if slot(reader, job.circuits.first, job.model, job.tensors).into == "new bias":
+            (made,) = reader.contraction.made
+            found.append(analysis.extent(made))
+    return found
+
+
 def budget_widths(job: Job, curves: Mapping[str, Curve], budget: Budget, round_to: int | None = None) -> dict[str, int]:
     """How many units each hidden dimension keeps; dimensions that lose nothing are left out."""
     limit = budget.limit(job.survey.cost())
-    counts = allocate(curves, lambda w: budget.count(job.survey.costs, w), limit, round_to=round_to)
+    if budget.count(job.survey.costs, {}) <= limit:
+        return {}
+    gained = _new_biases(job) if isinstance(budget, Params) else []
+
+    def count(widths: Mapping[str, int]) -> int:
+        kept = {name: range(width) for name, width in widths.items()}
+        return budget.count(job.survey.costs, widths) + sum(kept_length(extent, kept) for extent in gained)
+
+    counts = allocate(curves, count, limit, round_to=round_to)
     shared = job.team.same({name: torch.tensor(count) for name, count in counts.items()})
     return {name: int(count) for name, count in shared.items() if int(count) < job.units[name]}

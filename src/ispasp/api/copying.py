@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import nn
 
+from ispasp.errors import InputError
+
 
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy, also of models that hold computed tensors.
@@ -18,4 +20,10 @@ def copied(model: nn.Module) -> nn.Module:
     False
     """
     computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
-    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+    try:
+        return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): "
+            "use prune_, which works in place"
+        ) from error

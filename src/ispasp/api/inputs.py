@@ -11,6 +11,7 @@ from torch import nn
 from ispasp.api.options import Options
 from ispasp.api.survey import Survey, survey
 from ispasp.calibrate.batches import first_examples, prepared
+from ispasp.calibrate.circuit import named_tensors
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.trace import Batch, run
 
@@ -20,6 +21,9 @@ class Inputs:
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], options: Options) -> None:
         """Look at the first batch, and see that the model runs on it."""
+        empty = next((name for name, value in named_tensors(model).items() if value.is_meta), None)
+        if empty is not None:
+            raise InputError(f"{empty!r} is on the meta device and has no values: load the model's weights first")
         self._given = list(batches) if isinstance(batches, Iterator) else batches
         self._model = model
         self._input_of = options.input_of

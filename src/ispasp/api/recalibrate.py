@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ispasp.calibrate.team import Team
+from ispasp.errors import InputError
 from ispasp.graph.trace import Batch, run
 from ispasp.surgery.remove import Undo, set_data
 
@@ -31,8 +32,8 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
         module.training = True
     try:
         with team.together("the recalibration of BatchNorm"):
-            for batch in batches:
-                run(model, batch)
+            for number, batch in enumerate(batches):
+                _run(model, batch, number)
     finally:
         for handle in handles:
             handle.remove()
@@ -46,6 +47,15 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
             if f"{kind}:{name}" in totals and buffer is not None:
                 set_data(buffer, (totals[f"{kind}:{name}"] / totals[f"calls:{name}"]).to(buffer), None, undo)
     return len(norms)
+
+
+def _run(model: nn.Module, batch: Batch, number: int) -> None:
+    try:
+        run(model, batch)
+    except ValueError as error:  # torch says so of a BatchNorm that gets one value for each channel
+        raise InputError(
+            f"BatchNorm cannot be recalibrated on batch {number}: {error}; pass larger batches, or recalibrate=False"
+        ) from error
 
 
 def _adder(name: str, sums: dict[str, torch.Tensor]):  # type: ignore[no-untyped-def]

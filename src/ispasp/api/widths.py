@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +14,7 @@ from ispasp.types.checks import is_integer
 from ispasp.types.dimension import HiddenDimension
 from ispasp.types.keep import units_to_keep
 
-Keep = float | int | Sequence[int]
+Keep = float | int | Collection[int]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Widths:
 
 def prunable(survey: Survey, skip: Collection[str]) -> list[HiddenDimension]:
     """The hidden dimensions that no glob in `skip` names; a glob that names none is an error."""
-    if isinstance(skip, str):
-        raise InputError(f"skip={skip!r}: pass a list of names or globs, such as [{skip!r}]")
+    if isinstance(skip, str) or not isinstance(skip, Collection):
+        example = skip if isinstance(skip, str) else "layer1.*"
+        raise InputError(f"skip={skip!r}: pass a list of names or globs, such as [{example!r}]")
     names = [d.name for d in survey.dimensions]
     for pattern in skip:
         if not any(_fits(name, pattern) for name in names):
@@ -61,7 +62,8 @@ def widths(survey: Survey, keep: Any, skip: Collection[str] = (), round_to: int 
         if not fitting:
             continue
         wanted = rules[fitting[0]]
-        if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted  # numpy's and torch's arrays of units
+        if isinstance(wanted, Collection) and not isinstance(wanted, str):
             given[dimension.name] = units = _checked_units(wanted, dimension)
             count = len(units)
         else:
@@ -72,7 +74,7 @@ def widths(survey: Survey, keep: Any, skip: Collection[str] = (), round_to: int 
     return Widths(counts, given)
 
 
-def _checked_units(wanted: Sequence[int], dimension: HiddenDimension) -> tuple[int, ...]:
+def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple[int, ...]:
     units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
     if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
         raise InputError(
@@ -100,6 +102,8 @@ def check_round(round_to: int | None) -> None:
 
 
 def _fits(name: str, pattern: str) -> bool:
+    if not isinstance(pattern, str):
+        raise InputError(f"{pattern!r} is no name of a hidden dimension: pass a name or glob, such as {str(pattern)!r}")
     return name == pattern or fnmatchcase(name, pattern)
 
 

@@ -27,6 +27,8 @@ def prepared(batches: Iterable[Any], model: nn.Module, input_of: InputOf | None 
         raise InputError(
             f"batches is a {type(batches).__name__}: pass an iterable of batches, for one batch a list [batch]"
         )
+    if input_of is not None and not callable(input_of):
+        raise InputError(f"input_of={input_of!r}: pass a function, such as lambda batch: batch[0]")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def there(batch: Any) -> Batch:

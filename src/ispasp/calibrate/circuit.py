@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ispasp.errors import InputError
 from ispasp.graph.tails import Tail, tail
 from ispasp.graph.trace import Batch, Trace, call_arguments
 
 Values = dict[fx.Node, Any]
+_ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 _MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # without saying so in a schema
 
 
@@ -89,14 +91,19 @@ class Circuit:
         """Values of the placeholders that are inputs."""
         leaves = iter(pytree.tree_leaves(call_arguments(batch)))
         nodes = self.trace.graph.find_nodes(op="placeholder")
-        return {node: next(leaves) for node in nodes if self.trace.sources[node.name].kind == "input"}
+        values = {node: next(leaves) for node in nodes if self.trace.sources[node.name].kind == "input"}
+        return {node: value.clone() if node in self.writes else value for node, value in values.items()}
 
 
 def output_dim(node: fx.Node) -> int | None:
-    """Which dimension of a layer's output counts its output channels, where that is plain to see."""
+    """Which dimension of a layer's output counts its output channels, where that is plain to see.
+
+    It is counted from the end: a convolution takes an example without a batch dimension, too.
+    """
     name = str(node.target)
     if name.startswith("aten.conv"):
-        return 1 if len(node.meta["val"].shape) > 2 else None
+        weight: Any = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+        return 1 - len(weight.meta["val"].shape)
     return -1 if name in ("aten.linear.default", "aten.addmm.default") else None
 
 
@@ -137,7 +144,15 @@ def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> An
         return value
     if node.op == "output":
         return args[0]
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError as error:
+        if node.target not in _ASSERTIONS:
+            raise
+        raise InputError(
+            f"a batch takes another way through the model than the first one ({error}): its forward branches on the "
+            "values of tensors; calibrate with batches that go the same way"
+        ) from error
 
 
 def mutates(node: fx.Node) -> bool:

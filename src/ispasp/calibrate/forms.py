@@ -69,7 +69,9 @@ def named_arguments(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) 
 def forms(node: fx.Node, arguments: Arguments, data: str) -> Sequence[Form]:
     """The products of a node, none where it has no normal form. `data` names the activations, as in Contraction."""
     maker = FORMS.get(node.target) or FORMS.get(str(node.target))
-    return [] if maker is None else maker(arguments, data)
+    if maker is None or node.meta["val"].is_complex():  # methods are defined for real numbers
+        return []
+    return maker(arguments, data)
 
 
 def _same(x: Tensor) -> Tensor:

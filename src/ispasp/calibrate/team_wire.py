@@ -47,8 +47,8 @@ class Wire:
         """The messages of all ranks, in order of rank. A message is anything JSON can say."""
         payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         with self._in_step(what):
-            lengths = [int(n) for n in self._gather(what, torch.tensor([len(payload)]))]
-            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            lengths = [int(n) for n in self._gather(what, torch.tensor([len(payload)], device="cpu"))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
             padded[: len(payload)] = payload
             parts = self._gather(what, padded)
         return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]

@@ -27,8 +27,8 @@ class Circuits:
         self._model = model
         self._analysis = analysis
         nodes = {number: c.node for number, c in enumerate(analysis.tracker.contractions)}
-        self._first = Circuit(analysis.trace, nodes)
-        self._known: dict[Any, Circuit] = {signature(example): self._first}
+        self.first = Circuit(analysis.trace, nodes)
+        self._known: dict[Any, Circuit] = {signature(example): self.first}
         self._like = _ignoring_examples(example)
         self._fits_any = any_number_of_examples(analysis.trace.graph)
 
@@ -36,7 +36,7 @@ class Circuits:
         """The circuit for batches of this shape."""
         key = signature(batch)
         if key not in self._known and self._fits_any and _ignoring_examples(batch) == self._like:
-            self._known[key] = self._first
+            self._known[key] = self.first
         if key not in self._known:
             traced = trace(self._model, batch)
             self._known[key] = Circuit(traced, self._by_name(traced) or self._by_order(traced, batch))

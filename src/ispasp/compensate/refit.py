@@ -15,7 +15,7 @@ from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.patches import patches
 from ispasp.calibrate.readers import Reader
 from ispasp.compensate.slots import Slot
-from ispasp.compensate.solve import RIDGE, Fit, solve
+from ispasp.compensate.solve import RIDGE, Fit, solve, squared_error
 from ispasp.compensate.sums import Sums, sums_of
 from ispasp.errors import InputError
 from ispasp.graph.tails import scale
@@ -79,11 +79,28 @@ def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: f
     s, b0 = data.sums, data.bias
     W0 = _matrix(_narrow(data.form.consumer, _kept(reader, edits, data.form.consumer)))
     fit = solve(s, W0, b0, intercept=bool(where.into), ridge=ridge)
+    fit = _stored(fit, data, where)
     if fit.used:
         _write(reader, data, fit, where, edits)
     size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
     size = size if size > _ROUNDING * float(s.tt.sum()) else 0.0  # nothing but a bias
     return Refit(fit.before, fit.after, size, _note(fit, where))
+
+
+def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
+    """The fit as the network can hold it: half precision may lose by rounding what was won."""
+    if not fit.used:
+        return fit
+    dtype = data.form.consumer.weight.dtype
+    W, b = fit.weight.to(dtype).double(), fit.bias
+    if where.into == "norm":
+        mean = data.named(where.shift)
+        taken = mean.double() - (mean.double() - (b - data.bias).flatten()).to(mean.dtype).double()
+        b = data.bias + taken.reshape(b.shape)
+    elif where.into:
+        b = b.to(dtype).double()
+    after = squared_error(data.sums, W, b)
+    return replace(fit, weight=W, bias=b, after=after if (used := after < fit.before) else fit.before, used=used)
 
 
 def _note(fit: Fit, where: Slot) -> str:
@@ -189,7 +206,7 @@ def _write(reader: Reader, data: Gathered, fit: Fit, where: Slot, edits: Edits) 
     edits.tensors[where.weight] = form.restore(weight).contiguous()
     shift = (fit.bias - data.bias).flatten()
     if where.into == "bias":
-        edits.tensors[where.shift] = fit.bias.flatten().to(dtype)
+        edits.tensors[where.shift] = fit.bias.to(dtype).reshape(data.named(where.shift).shape)
     elif where.into == "norm":
         mean = data.named(where.shift)
         edits.tensors[where.shift] = (mean.double() - shift).to(mean.dtype)

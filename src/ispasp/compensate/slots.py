@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -40,8 +41,7 @@ def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[st
         return Slot(why_not=f"its weight has {tensors[name].ndim} axes, not the two of a matrix")
     bias = _argument(node, _bias_argument(node))
     if bias is not None:
-        into = _own(bias, circuit, tensors)
-        return Slot(name, into, "bias") if into else Slot(name, why_not="its bias is shared, and stays")
+        return _with_bias(name, bias, node, _own(bias, circuit, tensors))
     norm = circuit.tails[reader.number].norm
     if norm is not None:
         mean = _own(norm.args[3], circuit, tensors)
@@ -50,6 +50,14 @@ def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[st
     if _can_hold(model, name, node):
         return Slot(name, f"{owner(name)}.bias", "new bias")
     return Slot(name, why_not="its module has no place for a bias")
+
+
+def _with_bias(weight: str, bias: object, node: fx.Node, own: str) -> Slot:
+    shape = tuple(bias.meta["val"].shape) if isinstance(bias, fx.Node) else ()
+    usual = shape[-1:] == (math.prod(shape),) == tuple(node.meta["val"].shape[-1:])
+    if str(node.target) == "aten.addmm.default" and not usual:
+        return Slot(why_not="its bias is not one number for each output")  # addmm takes all shapes that broadcast
+    return Slot(weight, own, "bias") if own else Slot(weight, why_not="its bias is shared, and stays")
 
 
 def _weight_argument(reader: Reader) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ispasp.compensate.sums import Sums
 
 RIDGE = 1e-4
+_ROUNDING = 1e-13  # of a variance, relative to the mean square: that of a constant in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +48,12 @@ def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: flo
         G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
     old = Fit(W0, b0, error := squared_error(s, W0, b0), error, used=False)
     size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
-    size = torch.where(size > 0, size, 1.0)  # a group whose inputs are constant keeps its weight, and shifts
+    varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs tell of the shift only
+    size = torch.where(varies, size, 1.0)
     ridged = G + (ridge * size)[:, None, None] * torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     factor, info = torch.linalg.cholesky_ex(ridged)
-    if bool(info.any()):
-        return old
-    W = W0 + torch.cholesky_solve((C - W0 @ G).mT, factor).mT
+    step = torch.cholesky_solve((C - W0 @ G).mT, factor).mT
+    W = W0 + torch.where((varies & (info == 0))[:, None, None], step, 0.0)
     b = (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if intercept else b0
     after = squared_error(s, W, b)
     return Fit(W, b, old.before, after, used=True) if after < old.before else old

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _COLUMNS = 8192  # columns in one product: short sums stay accurate in float32, the total is in float64
+_FAINT = 1e-20  # a mean square; deviations from such a mean have squares that float32 can hardly hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,21 +40,28 @@ def sums_of(X: Tensor, T: Tensor) -> Sums:
     """Sums of one batch. X (groups, K, N), T (groups, O, N).
 
     Products of float32 are taken in float32, a few thousand columns at a time, and added up in float64; float16 and
-    bfloat16 are widened before.
+    bfloat16 are widened before. Where float32 cannot hold the squares everything is taken in float64.
 
     >>> sums_of(torch.ones(1, 2, 3), torch.ones(1, 1, 3)).xx
     tensor([[[3., 3.], [3., 3.]]], dtype=torch.float64)
     """
     if X.dtype not in (torch.float32, torch.float64):
         X = X.float()
-    T = T.to(X.dtype)
+    with torch.autocast(X.device.type, enabled=False):  # it would round float32 to half precision
+        total = _sums(X, T, X.dtype)
+        if X.dtype is torch.float32 and not _in_range(total):
+            total = _sums(X, T, torch.float64)
+    return total
+
+
+def _sums(X: Tensor, T: Tensor, dtype: torch.dtype) -> Sums:
     (g, K, N), out = X.shape, T.shape[1]
     total = Sums(
         *(X.new_zeros(size, dtype=torch.float64) for size in ((), (g, K), (g, out), (g, K, K), (g, out, K), (g, out)))
     )
     total.n.fill_(N)
     for start in range(0, N, _COLUMNS):
-        A, B = X[..., start : start + _COLUMNS], T[..., start : start + _COLUMNS]
+        A, B = (values[..., start : start + _COLUMNS].to(dtype) for values in (X, T))
         n, a, b = A.shape[-1], A.mean(-1), B.mean(-1)
         A, B = A - a[..., None], B - b[..., None]  # products of deviations: means may be much larger
         a, b = a.double(), b.double()
@@ -63,3 +71,9 @@ def sums_of(X: Tensor, T: Tensor) -> Sums:
         total.tx.add_(B @ A.mT).add_(n * b[..., :, None] * a[..., None, :])
         total.tt.add_(B.square().sum(-1)).add_(n * b.square())
     return total
+
+
+def _in_range(total: Sums) -> bool:
+    """Whether squares of inputs and of targets are neither too large nor too small for float32."""
+    largest = torch.stack([total.xx.diagonal(dim1=-2, dim2=-1).max(), total.tt.max()]) / total.n
+    return bool(((largest > _FAINT) & torch.isfinite(largest)).all())
