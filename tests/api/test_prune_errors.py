@@ -84,7 +84,14 @@ def test_no_hint_where_the_input_was_chosen() -> None:
         ({"round_to": 0}, "round_to=0: pass a whole number such as 8, or None"),
         ({"round_to": 2.5}, "round_to=2.5: pass a whole number"),
         ({"ridge": 0.0}, "ridge=0.0: pass a positive number"),
+        ({"ridge": float("inf")}, "ridge=inf: pass a positive number"),
         ({"memory": 0}, "memory=0: pass a number of bytes, or None"),
+        ({"memory": "1G"}, "memory='1G': pass a number of bytes, or None"),
+        ({"timeout": "soon"}, "timeout='soon': pass seconds, such as 600"),
+        ({"loss": 3}, "loss=3: pass a function"),
+        ({"optimizer": 3}, "optimizer is a int: pass a torch.optim.Optimizer"),
+        ({"order": "global", "round_to": 4}, "it cannot promise widths: leave out round_to, Macs and Params"),
+        ({"order": "global", "keep": ispasp.Macs(0.5)}, "it cannot promise widths"),
         ({"scope": "most"}, "scope='most': choose 'blocks'"),
         ({"kinds": ("layer",)}, "kinds has ['layer']: choose from"),
         ({"skip": "0"}, "skip='0': pass a list of names or globs, such as ['0']"),
@@ -110,7 +117,7 @@ def test_no_hint_where_the_input_was_chosen() -> None:
         ({"keep": {"0": [0.5, 1]}}, "keep=[0.5, 1] does not name"),
         ({"keep": ispasp.Params(10)}, "a limit of 10 cannot be met"),
         ({"method": "taylor"}, "method 'taylor' needs a loss"),
-        ({"timeout": 0}, "timeout_seconds=0"),
+        ({"timeout": 0}, "timeout=0: pass seconds"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:

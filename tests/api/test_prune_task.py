@@ -63,6 +63,13 @@ def test_global_order_ranks_units_of_all_layers_together() -> None:
     assert dict(result.plan.kept) == expected  # 6 + 4 units in all, wherever they are
 
 
+def test_units_given_by_the_user_take_no_part_in_the_global_ranking() -> None:
+    keep = {"0": [1, 2], "2": 0.5}
+    result = ispasp.prune(net(), data(), keep, method="taylor", order="global", loss=loss, **OPTIONS)
+    assert {name: len(kept) for name, kept in result.plan.kept.items()} == {"0": 2, "2": 4}
+    assert result.plan.kept["0"] == (1, 2)
+
+
 @pytest.mark.parametrize("method", ["taylor", "gfs"])
 def test_budgets_and_curves_work_with_methods_that_look_at_the_task(method: str) -> None:
     result = ispasp.prune(net(), data(), ispasp.Params(0.6), method=method, loss=loss, **OPTIONS)
@@ -78,7 +85,7 @@ def test_gfs_takes_the_best_first_unit_for_the_loss() -> None:
         h = model[:2](batches[0][0])
         alone = torch.zeros_like(h)
         alone[:, unit] = h[:, unit]
-        losses.append(float(loss(model[2:](alone), batches[0])))
+        losses.append(loss(model[2:](alone), batches[0]).item())
     assert result.plan.kept["0"] == (min(range(12), key=losses.__getitem__),)
 
 

@@ -9,7 +9,7 @@ import torch
 import ispasp
 from ispasp import InputError, ISpaSP, IspaspError, Random, TopK, i_spasp, select_units
 from ispasp.calibrate import measure
-from ispasp.select import Evidence, energy
+from ispasp.select import Evidence, ThiNet, energy
 from ispasp.types import ConvConsumer, Gram, LinearConsumer, Magnitude, Moment, Reading, Statistics
 from ispasp.types.geometry import Geometry
 
@@ -196,6 +196,16 @@ CASES = {
         lambda: Moment({(): torch.ones(4)}, 1) + Moment({(): torch.ones(3)}, 1),
         r"moments of shapes \(4,\) and \(3,\) cannot be added: take both",
     ),
+    "mini-batches that nobody kept apart": (
+        lambda: ISpaSP(minibatches=True).select(statistics(torch.ones(4)), 1),
+        r"minibatches=True needs the statistics of each mini-batch: use it in ispasp.prune.*parts=\.\.\.",
+    ),
+    "mini-batches in the data path": (
+        lambda: select_units(W, H, 1, ISpaSP(minibatches=True)),
+        "minibatches=True needs",
+    ),
+    "a number of mini-batches": (lambda: ISpaSP(minibatches=3), "minibatches=3: pass True .* or False"),
+    "a scale that is a factor": (lambda: ThiNet(rescale=2.0), "rescale=2.0: pass True .* or False"),
     "unknown rank": (lambda: ISpaSP(rank="best"), "rank='best': choose"),
     "unknown method": (lambda: select_units(W, H, keep=1, method="magic"), "'magic': choose from ispasp"),
     "unknown statistic": (lambda: measure(A, H, ["median"]), r"\['median'\]: choose from"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,33 @@ def test_minibatches_come_round_again(problem: Problem, s: int, parts: int) -> N
     expected = reference.algorithm2([[H] for H in Hs], problem.layers, s=s, channels_per_unit=problem.channels_per_unit)
     selection = i_spasp([problem.statistics(H) for H in Hs[:parts]], s, iterations=T)
     assert sets_of(selection, T) == expected
+
+
+@given(problems(), st.integers(1, 12), st.integers(1, 7), st.integers(1, 4))
+def test_the_option_takes_a_new_minibatch_per_iteration(problem: Problem, s: int, T: int, parts: int) -> None:
+    s, method = min(s, problem.units), ISpaSP(iterations=T, minibatches=True)
+    Hs = [problem.data(2, part) for part in range(parts)]
+    apart = tuple(problem.statistics(H) for H in Hs)
+    whole = replace(problem.statistics(torch.cat(Hs)), parts=apart)
+    selection = method.select(whole, s)
+    assert selection == i_spasp(list(apart), s, iterations=T)
+    rounds = [[Hs[t % parts]] for t in range(T)]
+    expected = reference.algorithm2(rounds, problem.layers, s=s, channels_per_unit=problem.channels_per_unit)
+    assert sets_of(selection, T) == expected
+    alone = replace(apart[0], parts=apart[:1])
+    assert method.select(alone, s) == ISpaSP(iterations=T).select(apart[0], s)
+
+
+def test_the_option_sees_mini_batches_and_not_their_sum() -> None:
+    A = LinearConsumer(torch.eye(2))
+    parts = tuple(Statistics(2, (measure(A, torch.tensor([h])),)) for h in ([9.0, 1.0], [1.0, 2.0]))
+    whole = replace(parts[0] + parts[1], parts=parts)
+    assert (ISpaSP(minibatches=True).parts, ISpaSP(iterations=7, minibatches=True).parts, ISpaSP().parts) == (20, 7, 0)
+    assert ISpaSP().select(whole, 1).kept == (0,)
+    last = ISpaSP(iterations=2, minibatches=True).select(whole, 1)
+    assert [step.kept for step in last.steps] == [(0,), (1,)]
+    assert ISpaSP(iterations=3, minibatches=True).select(whole, 1).kept == (0,)
+    assert (whole + whole).parts == parts + parts  # they are not added, there are more of them
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 9), st.integers(1, 20), st.integers(0, 10**6))

@@ -30,7 +30,7 @@ def ranked_together(job: Job, found: Mapping[str, Statistics]) -> dict[str, Sele
     best = {name: int(descending(s)[0]) for name, s in scores.items()}  # none may vanish
     free = [(name, unit) for name, s in scores.items() for unit in range(len(s)) if unit != best[name]]
     values = torch.stack([scores[name][unit] for name, unit in free])
-    spare = sum(job.counts.values()) - len(best)
+    spare = sum(job.counts[name] for name in found) - len(best)
     kept: dict[str, list[int]] = {name: [unit] for name, unit in best.items()}
     for at in descending(values)[:spare].tolist():
         kept[free[at][0]].append(free[at][1])

@@ -21,6 +21,7 @@ from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
 from ispasp.compensate.refit import Refit
 from ispasp.compensate.sums import Sums
+from ispasp.errors import IspaspError
 from ispasp.graph.trace import Batch
 from ispasp.select import Selector
 from ispasp.types import Producer, Selection, Statistics
@@ -88,7 +89,11 @@ class Job:
 
     def select(self, name: str, statistics: Statistics) -> Selection:
         """Let the selector choose, from the statistics of all machines; every machine gets the same answer."""
-        selection = self.selector.select(self.total(statistics), self.counts[name])
+        total = self.total(statistics)
+        try:
+            selection = self.selector.select(total, self.counts[name])
+        except IspaspError as error:
+            raise type(error)(f"hidden dimension {name!r}: {error}") from error
         kept = self.team.same({"kept": torch.tensor(selection.kept)})["kept"]
         if tuple(kept.tolist()) != selection.kept:  # other hardware may round otherwise: rank 0 decides
             selection = Selection(tuple(kept.tolist()))

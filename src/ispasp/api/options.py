@@ -13,6 +13,7 @@ from torch import nn
 from ispasp.api.job import Compensate, Refitted
 from ispasp.api.survey import KINDS
 from ispasp.api.widths import check_round
+from ispasp.budget import Budget
 from ispasp.calibrate.batches import InputOf
 from ispasp.calibrate.gradients import Loss
 from ispasp.compensate.solve import RIDGE
@@ -55,11 +56,22 @@ class Options:
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
             raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
-        if not 0 < self.ridge < math.inf:
+        if not _positive(self.ridge):
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
-        if self.memory is not None and not self.memory > 0:
+        if self.memory is not None and not _positive(self.memory):
             raise InputError(f"memory={self.memory!r}: pass a number of bytes, or None for no limit")
+        if not _positive(self.timeout):
+            raise InputError(f"timeout={self.timeout!r}: pass seconds, such as 600")
+        if self.loss is not None and not callable(self.loss):
+            raise InputError(f"loss={self.loss!r}: pass a function, loss=lambda output, batch: ...")
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise InputError(f"optimizer is a {type(self.optimizer).__name__}: pass a torch.optim.Optimizer")
         check_round(self.round_to)
+        if self.order == "global" and (self.round_to or isinstance(self.keep, Budget)):
+            raise InputError(
+                "order='global' ranks units of all hidden dimensions together, so it cannot promise widths: leave out "
+                "round_to, Macs and Params, or choose another order"
+            )
         selector(self.method)
 
     def described(self) -> dict[str, Any]:
@@ -68,3 +80,7 @@ class Options:
         keep = self.keep if isinstance(self.keep, (int, float)) else str(self.keep)
         plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
         return {"method": str(self.method), "keep": keep, **plain}
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf  # numpy's floats are floats

@@ -71,13 +71,14 @@ class Run:
             verified, certificates = self._verified(proof)
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
-        gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
-        cost = self._survey.cost(plan)
-        cost = replace(cost, params=cost.params + gained)
-        layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
-        curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
-        rows = (*self._survey.frozen, *frozen)
-        return Result(self._model, plan, layers, cost, rows, verified, options.described(), curves)
+            # Inside, so that Ctrl-C here does not leave a pruned model without a result.
+            gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
+            cost = self._survey.cost(plan)
+            cost = replace(cost, params=cost.params + gained)
+            layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
+            curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
+            rows = (*self._survey.frozen, *frozen)
+            return Result(self._model, plan, layers, cost, rows, verified, options.described(), curves)
 
     def _without_normal_form(self) -> dict[str, str]:
         """Hidden dimensions that are read in a way calibration does not understand, with the reason."""
@@ -200,7 +201,8 @@ def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.
     """New weights, then surgery."""
     for name, value in job.edits.tensors.items():
         tensor = job.tensors[name]
-        set_data(tensor, value.to(tensor), tensor.grad, undo)
+        new = torch.empty_like(tensor).copy_(value)  # in the same memory format
+        set_data(tensor, new, tensor.grad, undo)
     remove_(model, plan, undo, optimizer)
     for path, number in job.gained.items():
         bias = model.get_submodule(path).bias

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from ispasp.errors import TraceError
+from ispasp.graph.interrupts import uninterrupted
 
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
@@ -56,29 +58,52 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
+def fresh_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`call_arguments` with copies of the tensors: a forward may write into what it gets.
+
+    >>> x = torch.zeros(1)
+    >>> fresh_arguments(x)[0][0].add_(1).item(), x.item()
+    (1.0, 0.0)
+    """
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, copy, call_arguments(batch))
+    return copies
+
+
 def run(model: nn.Module, batch: Batch) -> Any:
     """model(batch) in the way batches are handed over."""
-    args, kwargs = call_arguments(batch)
+    args, kwargs = fresh_arguments(batch)
     return model(*args, **kwargs)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; every module's own mode is restored."""
+    """Eval mode and no gradients; every module's own mode is restored.
+
+    Under autocast it keeps no converted weights: surgery puts others into the same parameters.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    cached = torch.is_autocast_cache_enabled()
     try:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
         with torch.no_grad():
             model.eval()
             yield
     finally:
+        torch.set_autocast_cache_enabled(cached)
         for module, training in modes:
             module.training = training
 
 
 def trace(model: nn.Module, batch: Batch) -> Trace:
     """Trace one call of the model (eval mode, no gradients, non-strict)."""
-    args, kwargs = call_arguments(batch)
-    with evaluating(model), _quiet(), torch.random.fork_rng(devices=[]):
+    args, kwargs = fresh_arguments(batch)
+    # Tracing puts fake tensors into the model for a while: Ctrl-C must not leave them there.
+    with uninterrupted(), evaluating(model), _quiet(), torch.random.fork_rng(devices=[]):
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as first:
@@ -127,8 +152,7 @@ def _second_try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def placeholders(trace: Trace, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """The value of every placeholder: the model's tensors, constants, and the batch's inputs in order."""
-    args, kwargs = call_arguments(batch)
-    inputs = iter(torch.utils._pytree.tree_leaves((args, kwargs)))
+    inputs = iter(pytree.tree_leaves(fresh_arguments(batch)))
     tensors: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from ispasp.types import Selection, Statistics
@@ -39,3 +40,16 @@ class Selector(ABC):
         >>> TopK().select(Statistics(3, (reading,)), keep=1).kept
         (1,)
         """
+
+    def factors(self, statistics: Statistics, kept: Sequence[int]) -> tuple[float, ...]:
+        """Factors that belong to a choice, for what all consumers read of each kept unit in turn; (): none.
+
+        They are part of the method (see `ThiNet`) and stand in for compensation, where there is none.
+
+        >>> from ispasp.select import TopK
+        >>> from ispasp.types import LinearConsumer, Reading
+        >>> import torch
+        >>> TopK().factors(Statistics(2, (Reading(LinearConsumer(torch.eye(2))),)), kept=(0,))
+        ()
+        """
+        return ()

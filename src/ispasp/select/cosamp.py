@@ -82,12 +82,20 @@ def _iterate(E: Tensor, s: int, T: int) -> tuple[list[Tensor], bool]:
             return supports, True
         before = merged
         on = torch.nonzero(merged).flatten()
-        ridge = _RIDGE * torch.eye(len(on), dtype=E.dtype, device=E.device)
         b = torch.zeros_like(x)
-        b[on] = torch.linalg.solve(G[on][:, on] + ridge, correlation[on])
+        b[on] = _solved(G[on[:, None], on], correlation[on])
         order = descending(torch.round(b.abs() / (_EQUAL * b.abs().max().clamp(min=1e-300))))
         S = torch.zeros_like(merged)
         S[order[merged[order]][:s]] = True
         a = torch.where(S, b, 0.0)
         supports.append(S)
     return supports, False
+
+
+def _solved(G: Tensor, right: Tensor) -> Tensor:
+    G.diagonal().add_(_RIDGE)
+    L, info = torch.linalg.cholesky_ex(G)
+    if not bool(info.any()):
+        return torch.cholesky_solve(right[:, None], L).flatten()
+    solution: Tensor = torch.linalg.solve(G, right)  # a Gram matrix in float32 may have negative eigenvalues
+    return solution

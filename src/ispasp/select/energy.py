@@ -28,10 +28,13 @@ def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
     check_sum("the Gram matrix", gram.total, gram.examples, (W.shape[0], W.shape[2], W.shape[2]))
     if consumer.count_units() > units:
         raise InputError(f"units={units}, but the consumer reads {consumer.count_units()}: pass the number it reads")
-    E = (W.mT @ W) * gram.total.double()  # (g, K, K)
+    E = (W.mT @ W).mul_(gram.total)  # (g, K, K)
+    g, K, _ = E.shape
     row = unit_of + 1  # 0 for channels outside
-    half = E.new_zeros(*row.shape, units + 1).scatter_add(2, row[:, None].expand_as(E), E)  # (g, K, units + 1)
-    whole = E.new_zeros(units + 1, units + 1).index_add(0, row.flatten(), half.flatten(0, 1))
+    place = row + (units + 1) * torch.arange(g, device=row.device)[:, None]
+    half = E.new_zeros(g * (units + 1), K).index_add_(0, place.flatten(), E.flatten(0, 1))  # rows: they lie together
+    half = half.reshape(g, units + 1, K).mT.flatten(0, 1)  # (g K, units + 1): E is symmetric
+    whole = E.new_zeros(units + 1, units + 1).index_add_(0, row.flatten(), half)
     return whole[1:, 1:]
 
 

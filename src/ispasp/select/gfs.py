@@ -35,7 +35,7 @@ class GFS(Selector):
 
     Where we leave Ye et al.: they average the units of a layer, so that a network of k units of n has its outputs times
     n / k, and a unit may come in twice. Here a unit is in with the weights it has, or out, as in the i-SpaSP paper's
-    Appendix A.2. So their rate is not claimed.
+    Appendix A.2. So their rate is not claimed. They stop at a loss, here `keep` says how many.
 
     >>> GFS(candidates=50)
     GFS(candidates=50, seed=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
-from ispasp.select.ordering import descending
+from ispasp.select.ordering import largest
 from ispasp.types import Selection, Statistics, units_to_keep
 
 
@@ -22,9 +22,10 @@ class GFSLocal(Selector):
     the local imitation. Needs Gram matrices; costs n for each unit kept, after the energy matrix.
 
     Where we leave the paper: its layer is a convex combination of units, so every step also chooses by how much the
-    new unit enters, and the weights it ends with rescale the units. Here a unit is in with the weight it has or out:
-    a selection is a set, and compensation finds better weights than those of a combination that sums to one. So the
-    paper's rate is not claimed. Its global imitation, which follows the network's loss, is left out.
+    new unit enters and the others shrink, a unit may come in again, and the weights it ends with rescale the units.
+    Here a unit is in once with the weight it has, or out: a selection is a set, and compensation finds better weights
+    than those of a combination that sums to one. So the paper's rate is not claimed. It takes a new mini-batch in each
+    step; the Gram matrix holds all data. Its global imitation, which follows the network's loss, is left out.
 
     >>> from ispasp.calibrate import measure
     >>> from ispasp.types import LinearConsumer
@@ -61,8 +62,7 @@ def _added(E: Tensor, s: int) -> Tensor:
     e, cross = E.diagonal(), E.sum(1)  # cross = E 1_R
     floor = float(cross.abs().max())
     for _ in range(s):
-        order = descending(2 * cross - e, floor)
-        i = order[~S[order]][0]
+        i = largest(2 * cross - e, ~S, floor)
         S[i] = True
         cross = cross - E[i]
     return S

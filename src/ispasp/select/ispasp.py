@@ -27,11 +27,15 @@ Rank = Literal["value", "magnitude"]
 
 @dataclass(frozen=True)
 class ISpaSP(Selector):
-    """The paper's Algorithm 1. Needs first moments; costs `iterations` products with the consumers' weights.
+    """Algorithm 1: units that matter for the residual and are strongly active, refined over a few iterations.
+
+    Wolfe, Kyrillidis (2022), i-SpaSP: Structured Neural Pruning via Sparse Signal Recovery. Needs first moments; costs
+    `iterations` products with the consumers' weights.
 
     `rank` says what "largest" means for importance and activations: "value" as the paper prints it, right for
     non-negative activations (ReLU); "magnitude" as CoSaMP does, for signed ones (GELU, attention).
-    `minibatches`: every iteration looks at another mini-batch, in turn, as in the paper's experiments.
+    `minibatches`: every iteration looks at another mini-batch, in turn, as in the paper's experiments; then all
+    iterations are run. Without, every iteration looks at all data.
 
     >>> import torch
     >>> from ispasp.calibrate import measure
@@ -56,6 +60,8 @@ class ISpaSP(Selector):
     def __post_init__(self) -> None:
         """Refuse options that mean nothing."""
         _check_options(self.iterations, self.rank)
+        if not isinstance(self.minibatches, bool):
+            raise InputError(f"minibatches={self.minibatches!r}: pass True (a new one per iteration) or False")
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
         """Choose `keep` units; stops early once the set is stable.
@@ -69,7 +75,8 @@ class ISpaSP(Selector):
         """
         if self.minibatches and not (isinstance(statistics, Statistics) and statistics.parts):
             raise InputError(
-                "minibatches=True needs the statistics of each mini-batch: pass Statistics(..., parts=...)"
+                "minibatches=True needs the statistics of each mini-batch: use it in ispasp.prune, or pass "
+                "Statistics(..., parts=...)"
             )
         data = statistics.parts if self.minibatches else statistics
         return i_spasp(data, keep, iterations=self.iterations, rank=self.rank)

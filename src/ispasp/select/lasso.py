@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
-from ispasp.select.ordering import descending
+from ispasp.select.ordering import comparable, descending
 from ispasp.types import Selection, Statistics, units_to_keep
 
 _RIDGE = 1e-10  # relative to each diagonal entry: units that depend on others may enter without failing
@@ -60,7 +60,8 @@ class Lasso(Selector):
         evidence = Evidence(statistics)
         E = evidence.energy(self.name)
         kept = lasso_path(E, s)
-        rest = [i for i in descending(E.diagonal()).tolist() if i not in set(kept)]
+        known = set(kept)
+        rest = [i for i in descending(E.diagonal()).tolist() if i not in known]
         return evidence.selection([sorted(kept + rest[: s - len(kept)])], converged=True)
 
 
@@ -84,11 +85,11 @@ def lasso_path(E: Tensor, s: int) -> list[int]:
         if len(S) == s:
             break
         d = active.solve(torch.sign(c[S]))  # beta_S grows by d when lambda falls by 1
-        a = d @ active.rows[: len(S)]  # and c falls by a
+        a = active.rows[: len(S)].T @ d  # and c falls by a
         to_enter = torch.minimum(_positive((lam - c) / (1 - a), lam), _positive((lam + c) / (1 + a), lam))
         to_enter[[*S, left] if left >= 0 else S] = lam
         to_leave = _positive(-beta[S] / d, lam)
-        enters, leaves = int(descending(-to_enter, lam)[0]), int(to_leave.argmin())
+        enters, leaves = int(comparable(to_enter, lam).argmin()), int(to_leave.argmin())
         step = min(float(to_enter[enters]), float(to_leave[leaves]))
         lam, c = lam - step, c - step * a
         beta[S] += step * d
@@ -105,34 +106,44 @@ def _positive(step: Tensor, end: float) -> Tensor:
 
 
 class _Active:
-    """The units S with beta_i != 0: the rows of E that belong to them, and the Cholesky factor L of E_SS."""
+    """The units S with beta_i != 0: the rows of E that belong to them, and M = L^-1 with L L^T = E_SS.
+
+    M instead of L makes a step products only, and is as exact as the path needs: its condition is the root of E's.
+    """
 
     def __init__(self, E: Tensor) -> None:
         self.units: list[int] = []
         self.rows = torch.empty_like(E)
         self._E = E
-        self._L = torch.zeros_like(E).mT  # column-major: LAPACK takes corners of it as they are
+        self._M = torch.zeros_like(E)
 
     def add(self, i: int) -> None:
         k = len(self.units)
-        if k:
-            right = self.rows[:k, i].unsqueeze(1)
-            self._L[k, :k] = torch.linalg.solve_triangular(self._L[:k, :k], right, upper=False).flatten()
-        own = self._E[i, i]
-        pivot = torch.maximum(own - self._L[k, :k].square().sum(), _RIDGE * own)  # smaller: E is not exact to the ridge
-        self._L[k, k] = pivot.sqrt()
+        M, own = self._M[:k, :k], self._E[i, i]
+        new = M @ self.rows[:k, i]  # the new row of L
+        pivot = torch.maximum(own - new @ new, _RIDGE * own).sqrt()  # smaller: E is not exact to the ridge
+        self._M[k, :k] = M.T @ new / -pivot
+        self._M[k, k] = 1 / pivot
         self.rows[k] = self._E[i]
         self.units.append(i)
 
     def drop(self, k: int) -> None:
+        """Without unit k the block of L after it becomes L K, K K^T = I + p p^T, where row k of L^-1 gives p."""
         n = len(self.units)
-        left, column, corner = (self._L[k + 1 : n, part] for part in (slice(k), slice(k, k + 1), slice(k + 1, n)))
-        corner = torch.linalg.cholesky(corner @ corner.mT + column @ column.mT)
-        self._L[k : n - 1, :k] = left.clone()
-        self._L[k : n - 1, k : n - 1] = corner
+        below, row = self._M[k + 1 : n, :n], self._M[k, :n]
+        p = -below[:, k] / row[k]
+        below = below + p[:, None] * row  # column k is zero now
+        t = torch.cat([p.new_ones(1), p.square()]).cumsum(0)
+        sums = torch.cumsum(p[:, None] * below, 0).roll(1, 0)  # of the rows before
+        sums[:1] = 0.0
+        below = (below - (p / t[:-1])[:, None] * sums) * (t[:-1] / t[1:]).sqrt()[:, None]  # K^-1, substituting forward
+        self._M[k : n - 1, :k] = below[:, :k]
+        self._M[k : n - 1, k : n - 1] = below[:, k + 1 :]
+        self._M[n - 1, :n] = 0.0
         self.rows[k : n - 1] = self.rows[k + 1 : n].clone()
         self.units.pop(k)
 
     def solve(self, x: Tensor) -> Tensor:
         k = len(self.units)
-        return torch.cholesky_solve(x[:, None], self._L[:k, :k]).flatten()
+        M = self._M[:k, :k]
+        return M.T @ (M @ x)

@@ -50,7 +50,7 @@ class L2(Selector):
     """Score = l2 norm of all weights that make the unit.
 
     Li et al. (2017), Pruning Filters for Efficient ConvNets, who propose the l1 norm and compare it with this one.
-    Needs, cost and the treatment of units with several rows or producers are those of `L1`.
+    Needs producers and no data; costs one pass over their weights. Units with several rows or producers as in `L1`.
 
     >>> from ispasp.types import LinearConsumer, Producer, Reading
     >>> made = Producer(torch.tensor([[1.0, -1.0], [0.0, 1.9], [0.0, 0.0]]))

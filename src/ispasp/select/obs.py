@@ -15,8 +15,10 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.energy import columns
 from ispasp.select.evidence import Evidence
-from ispasp.select.ordering import descending
+from ispasp.select.ordering import smallest
 from ispasp.types import Selection, Statistics, units_to_keep
+
+_PENDING = 128  # columns removed before all is brought up to date
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,15 @@ class OBS(Selector):
     """Remove one unit at a time, the one the refitted others replace best, and refit.
 
     Hassibi, Stork (1993), Second order derivatives for network pruning: Optimal Brain Surgeon, in the layer-wise form
-    of Frantar, Alistarh (2022), Optimal Brain Compression. A step removes the unit u with the least increase
+    of Frantar, Alistarh (2022), Optimal Brain Compression, for whole units as Kurtic, Frantar, Alistarh (2023), ZipLM.
+    A step removes the unit u with the least increase
 
         tr(W_u ((G^-1)_uu)^-1 W_u^T)
 
     of ||(W - W') X||_F^2, G = X X^T, over all W' that do not read u; then W becomes that W'. Where we leave them: a
-    whole unit goes at once (a block of channels x taps), and the increases of several consumers and groups add up.
-    Channels outside the hidden dimension keep their weights.
+    unit is a block of channels x taps, and the increases of several consumers and groups add up. Channels outside the
+    hidden dimension keep their weights. The last W' is not handed on: a selection is a set, and local compensation
+    finds W' again, with a shift besides. So pair it with compensation.
 
     Needs Gram matrices. Costs K^3 for the inverse and K^2 b for each unit removed at most, K what a group of the
     consumer reads and b the part of it that is one unit (9 for a 3 x 3 convolution).
@@ -87,8 +91,7 @@ def _eliminate(regressions: Sequence[_Regression], n: int, s: int, dense: float)
     increase = torch.stack([regression.increase(n) for regression in regressions])  # (regressions, n)
     stays = torch.ones(n, dtype=torch.bool, device=increase.device)
     for _ in range(n - s):
-        order = descending(increase.sum(0), dense)
-        u = int(order[stays[order]][-1])
+        u = smallest(increase.sum(0), stays, dense)
         stays[u] = False
         for number in read_by[u]:
             regressions[number].remove(u)
@@ -100,9 +103,12 @@ class _Regression:
     """Least squares of one group of one consumer.
 
     Columns are laid out unit by unit, b for each; a unit with fewer is filled up by columns that are always zero, which
-    change nothing. Removals downdate G^-1 <- G^-1 - F F^T with F = (G^-1)_:,u L^-T, L L^T = (G^-1)_uu. Only its
-    diagonal blocks are kept up to date; any other entry is wanted once, when its unit goes, and made then from all F
-    so far. So a step reads K x (columns removed) numbers instead of writing K^2.
+    change nothing. W is kept transposed. Removing unit u makes
+
+        G^-1 <- G^-1 - F^T F,  W <- W - F^T Z,  F = L^-1 (G^-1)_u,:,  Z = L^-1 W_u,  L L^T = (G^-1)_uu.
+
+    Scores need only the diagonal blocks of G^-1 and of W W^T, which are kept up to date; all else is wanted when its
+    unit goes, and made then from the F and Z since the last `catch_up`. So a step reads W once and writes no matrix.
     """
 
     def __init__(self, W: Tensor, G: Tensor, unit_of: Tensor, ridge: float) -> None:
@@ -118,35 +124,55 @@ class _Regression:
         padded.diagonal().add_(ridge)
         self.W = G.new_zeros(n * b, len(W))  # transposed: the columns of a unit are rows that lie together
         self.W[where] = W.T[order]
-        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(padded))
-        blocks = self.inverse.reshape(n, b, n, b).diagonal(dim1=0, dim2=2)  # (b, b, n)
-        self.blocks = blocks.permute(2, 0, 1).contiguous()
-        self.F = G.new_empty(n * b, n * b)  # transposed, one row per column removed
-        self.removed = 0
+        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(padded))
+        blocks = self._inverse.reshape(n, b, n, b).diagonal(dim1=0, dim2=2)  # (b, b, n)
+        self._blocks = blocks.permute(2, 0, 1).contiguous()
+        each = self.W.reshape(n, b, -1)
+        self._squares = each @ each.mT  # W_u W_u^T of every unit, (n, b, b)
+        self._F = G.new_empty(_PENDING + b, n * b)  # of removals that W and G^-1 do not know yet
+        self._Z = G.new_empty(_PENDING + b, len(W))
+        self._pending = 0
 
     def increase(self, units: int) -> Tensor:
         """tr(W_u ((G^-1)_uu)^-1 W_u^T) for all units at once, 0 for those that are not read here. (units,)"""
-        W = self.W.reshape(*self.blocks.shape[:2], -1)  # (n, b, O)
-        solved = torch.cholesky_solve(W @ W.mT, torch.linalg.cholesky(self.blocks))
+        solved = torch.cholesky_solve(self._squares, torch.linalg.cholesky(self._blocks))
         scores = solved.diagonal(dim1=1, dim2=2).sum(1)
         return scores.new_zeros(units).index_copy(0, self.units, scores)
 
     def remove(self, unit: int) -> None:
         """Take a unit out and refit the others."""
-        b = self.blocks.shape[1]
+        b = self._blocks.shape[1]
         k = int(torch.searchsorted(self.units, unit))
         C = slice(k * b, (k + 1) * b)
-        F = self.F[: self.removed]
-        rows = self.inverse[C] - F[:, C].T @ F  # (b, K): (G^-1)_u,:
-        L = torch.linalg.cholesky(rows[:, C])
-        new = torch.linalg.solve_triangular(L, rows, upper=False)  # (b, K)
-        self.W.addmm_(new.T, torch.linalg.solve_triangular(L, self.W[C], upper=False), alpha=-1)
-        self.F[self.removed : self.removed + b] = new
-        self.removed += b
-        part = new.reshape(b, -1, b).permute(1, 2, 0)  # (n, b, b)
-        self.blocks -= part @ part.mT
-        self.blocks[k] = torch.eye(b, dtype=new.dtype, device=new.device)  # it was the inverse of nothing
-        self.W[C] = 0.0
+        L = torch.linalg.cholesky(self._blocks[k])
+        past, of_W = self._F[: self._pending], self._Z[: self._pending]
+        Z = torch.linalg.solve_triangular(L, self.W[C] - past[:, C].T @ of_W, upper=False)  # (b, O)
+        due = torch.cat([past[:, C], of_W @ Z.T], dim=1).T @ past  # (2b, K)
+        F = torch.linalg.solve_triangular(L, self._inverse[C] - due[:b], upper=False)  # (b, K)
+        cross = _by_unit((self.W @ Z.T).T - due[b:], b)  # W_u Z^T of every unit
+        f = _by_unit(F, b)
+        cross = (cross - f @ (0.5 * Z @ Z.T)) @ f.mT
+        self._squares -= cross + cross.mT
+        self._blocks -= f @ f.mT
+        self._squares[k] = 0.0
+        self._blocks[k] = torch.eye(b, dtype=F.dtype, device=F.device)  # it was the inverse of nothing
+        at = slice(self._pending, self._pending + b)
+        self._F[at], self._Z[at] = F, Z
+        self._pending += b
+        if self._pending >= _PENDING:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Bring all of W and G^-1 up to date: few large products instead of many small ones."""
+        F, Z = self._F[: self._pending], self._Z[: self._pending]
+        self.W.addmm_(F.T, Z, alpha=-1)
+        self._inverse.addmm_(F.T, F, alpha=-1)
+        self._pending = 0
+
+
+def _by_unit(x: Tensor, b: int) -> Tensor:
+    """(m, K) -> (n, b, m)"""
+    return x.reshape(len(x), -1, b).permute(1, 2, 0)
 
 
 def _regressions(statistics: Statistics, ridge: float) -> list[_Regression]:

@@ -30,3 +30,21 @@ def descending(x: Tensor, floor: float = 0.0) -> Tensor:
     [1, 3, 0, 2]
     """
     return torch.sort(comparable(x, floor), descending=True, stable=True).indices
+
+
+def largest(x: Tensor, among: Tensor, floor: float = 0.0) -> int:
+    """Index of the largest value where `among` is true; the lowest index among equals. (n,), (n,)
+
+    >>> largest(torch.tensor([9.0, 3.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([False, True, True, True]))
+    1
+    """
+    return int(torch.where(among, comparable(x, floor), -torch.inf).argmax())
+
+
+def smallest(x: Tensor, among: Tensor, floor: float = 0.0) -> int:
+    """Index of the smallest value where `among` is true; the highest index among equals. (n,), (n,)
+
+    >>> smallest(torch.tensor([0.0, 1.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([False, True, True, True]))
+    2
+    """
+    return len(x) - 1 - int(torch.where(among, comparable(x, floor), torch.inf).flip(0).argmin())

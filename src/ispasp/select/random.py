@@ -18,6 +18,9 @@ from ispasp.types.checks import is_integer
 class Random(Selector):
     """A uniform draw without replacement, the same for the same seed and number of units.
 
+    The baseline of every pruning paper, "uniform" in the i-SpaSP paper's Table 2 (Wolfe, Kyrillidis 2022). Needs
+    nothing; costs n.
+
     >>> from ispasp.types import LinearConsumer, Reading, Statistics
     >>> statistics = Statistics(9, (Reading(LinearConsumer(torch.eye(9))),))
     >>> len(Random(seed=1).select(statistics, keep=3).kept)

@@ -22,7 +22,8 @@ class Slimming(Selector):
     producers that are followed by a BatchNorm, and no data; costs n.
 
     Where we leave the paper: it trains with an l1 penalty on gamma first, so that small values mean something, and
-    takes one threshold for the whole network. We take the network as it is, one hidden dimension at a time.
+    takes one threshold for the whole network. We take the network as it is, one hidden dimension at a time (or, with
+    `order="global"` in `ispasp.prune`, all together, but by scores divided by their l2 norm in each layer).
 
     >>> from ispasp.types import LinearConsumer, Producer, Reading
     >>> made = Producer(torch.ones(3, 2), scale=torch.tensor([0.5, -2.0, 0.1]))

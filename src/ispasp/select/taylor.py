@@ -22,8 +22,8 @@ class Taylor(Selector):
     Inference; for attention heads Michel, Levy, Neubig (2019), Are Sixteen Heads Really Better than One? Needs
     sensitivities, so a loss and a backward pass at calibration; costs n after it.
 
-    Where we leave the papers: several consumers add the absolute values each of them measured, and there is no
-    normalisation across layers, since one hidden dimension is decided at a time.
+    Where we leave the papers: several consumers add the absolute values each of them measured. Scores are divided by
+    their l2 norm in each layer, as both papers do, where that matters: with `order="global"` in `ispasp.prune`.
 
     >>> from ispasp.types import LinearConsumer, Reading, Sensitivity
     >>> reading = Reading(LinearConsumer(torch.eye(3)), sensitivity=Sensitivity(torch.tensor([0.2, 0.0, 0.7]), 10))

@@ -16,7 +16,10 @@ from ispasp.types.checks import check_sum
 
 @dataclass(frozen=True)
 class TopK(Selector):
-    """The paper's naive baseline (Appendix A.2): score = sum over data and positions of |H|.
+    """The naive baseline of the i-SpaSP paper: score = sum over data and positions of |H|.
+
+    Wolfe, Kyrillidis (2022), i-SpaSP: Structured Neural Pruning via Sparse Signal Recovery, Appendix A.2. Needs
+    magnitudes; costs n log n. The paper takes one mini-batch, here it is all data given: give one for the same.
 
     >>> from ispasp.calibrate import measure
     >>> from ispasp.types import LinearConsumer, Statistics

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ispasp.errors import PlanError
 from ispasp.graph.analyse import owner
+from ispasp.graph.interrupts import uninterrupted
 from ispasp.surgery import attributes
 from ispasp.surgery.attention import SlimMultiheadAttention, slim
 from ispasp.surgery.modules import own_sizes
@@ -42,7 +43,8 @@ def all_or_nothing() -> Iterator[Undo]:
     try:
         yield undo
     except BaseException:
-        undo.run()
+        with uninterrupted():
+            undo.run()
         raise
 
 
@@ -122,6 +124,8 @@ def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
         if names_in(extent) & set(plan.kept):
             positions = torch.nonzero(kept_mask(extent, plan.kept)).flatten()
             small = small.index_select(axis, positions.to(small.device))
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        return small.contiguous(memory_format=torch.channels_last)
     return small.contiguous()
 
 

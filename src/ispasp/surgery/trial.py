@@ -80,7 +80,7 @@ class Trial:
             counts, taken = range(step, units, step), used.setdefault(units, set())
             count = min(counts, key=lambda n: (n in taken, abs(n - wish)))
             taken.add(count)
-            kept[name] = tuple(sorted(torch.randperm(units, generator=generator)[:count].tolist()))
+            kept[name] = tuple(sorted(torch.randperm(units, generator=generator, device="cpu")[:count].tolist()))
         return kept
 
     def _try(self, names: Sequence[str], on_failure: OnFailure | None = None) -> list[Tensor] | Failure:
