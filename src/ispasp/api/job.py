@@ -49,6 +49,7 @@ class Job:
     refit: Refitted = "consumers"
     progress: bool = False
     selections: dict[str, Selection] = field(default_factory=dict)
+    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the kept units, where a method has some
     refits: dict[int, Refit] = field(default_factory=dict)  # contraction -> what happened there
     edits: Edits = field(default_factory=Edits)
     gained: dict[str, int] = field(default_factory=dict)  # module that gains a bias -> contraction
@@ -97,6 +98,8 @@ class Job:
         kept = self.team.same({"kept": torch.tensor(selection.kept)})["kept"]
         if tuple(kept.tolist()) != selection.kept:  # other hardware may round otherwise: rank 0 decides
             selection = Selection(tuple(kept.tolist()))
+        if self.compensate is None:
+            self.factors[name] = self.selector.factors(total, selection.kept)
         return selection
 
     def decide(self, name: str, selection: Selection) -> None:

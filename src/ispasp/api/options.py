@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -83,4 +84,4 @@ class Options:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < math.inf  # numpy's floats are floats
+    return isinstance(value, Real) and 0 < float(value) < math.inf

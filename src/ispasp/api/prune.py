@@ -31,7 +31,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     Options, by keyword:
       method       a name from `ispasp.methods()` or a selector such as `ispasp.ISpaSP(iterations=20)`
       compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
-                   units, None leaves weights alone
+                   units, None leaves weights alone (but for the scale that `thinet` has of its own)
       order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense
                    network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
       kinds, scope which hidden dimensions, as in `ispasp.survey`; skip: globs of those that stay whole

@@ -17,6 +17,7 @@ from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.readers import Reader, read
 from ispasp.calibrate.sources import Lockstep, OutOfMemory, Rerun, Source
 from ispasp.compensate.refit import Refit, gather, refit
+from ispasp.compensate.rescale import rescaled
 from ispasp.compensate.slots import Slot, slot
 from ispasp.errors import IspaspError
 from ispasp.graph.analyse import owner
@@ -68,9 +69,9 @@ class _Walk:
         if not reader.names:
             return
         with job.team.together(f"the error at {reader.path}"):
-            lost, size = self._over(reader, lambda passages: _error(reader, next(passages)))
-        lost, size = job.team.total(lost), job.team.total(size)
-        job.refits[reader.number] = Refit(lost, lost, size, note)
+            found, refused = self._over(reader, lambda passages: _as_it_is(job, reader, next(passages)))
+        before, after, size = map(job.team.total, found)
+        job.refits[reader.number] = Refit(before, after, size, note or refused)
 
     def _over(self, reader: Reader, gather: Callable[[Iterator[Passage]], T]) -> T:
         """Something of all batches in front of a reader; if memory does not suffice, with fresh runs from the start."""
@@ -130,12 +131,23 @@ def _outputs(job: Job, reader: Reader, passage: Passage) -> Tensor | None:
     return stays if factor is None else factor * stays
 
 
-def _error(reader: Reader, passage: Passage) -> tuple[float, float]:
-    """What a consumer that is not compensated loses, and how much there was, on the first batch."""
-    node = passage.circuit.contractions[reader.number]
+def _as_it_is(job: Job, reader: Reader, passage: Passage) -> tuple[tuple[float, float, float], str]:
+    """What a consumer that is not compensated loses on the first batch, and how much there was; a remark.
+
+    It is lost before and after the method's own factors, if there are any, which are put among the edits.
+    """
+    node, note = passage.circuit.contractions[reader.number], ""
     whole, cut = passage.value(node, cut=False), passage.value(node)
     linear = _without_bias(whole, passage.arguments(reader.number), output_dim(node))
-    return _squared(whole - cut), _squared(linear)
+    before = after = _squared(whole - cut)
+    factors = {name: job.factors[name] for name in sorted(reader.names) if job.factors.get(name)}
+    if factors:
+        where = slot(reader, passage.circuit, job.model, job.tensors)
+        note = "" if where.weight else f"not rescaled: {where.why_not}"
+        if where.weight:
+            job.edits.tensors[where.weight] = rescaled(reader, passage, factors, job.kept)
+            after = _squared(whole - passage.value(node))
+    return (before, after, _squared(linear)), note
 
 
 def _squared(x: Tensor) -> float:
