@@ -21,6 +21,7 @@ check: $(VENV)/test.stamp         ## lint, format, types, layering
 results: $(VENV)/test.stamp       ## remake what docs/results/ shows; cifar and mobilenet need ISPASP_DATA
 	$(BIN)/ispasp reproduce synthetic --out docs/results
 	$(call bench,selection,Selection time)
+	$(call bench,methods,Selection by every method)
 	$(call bench,surgery,Survey and surgery, (torch-pruning where installed))
 	$(call bench,prune,Sequential pruning)
 	$(call bench,paper,The paper's procedure)

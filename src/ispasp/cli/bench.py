@@ -46,6 +46,21 @@ def selection(
 
 
 @bench.command()
+def methods(
+    names: Annotated[str, typer.Option("--methods", help="With commas between them. Default: all but gfs.")] = "",
+    keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.4,
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """How long each method takes to choose, once the statistics are there."""
+    from ispasp.experiments.bench import methods as experiment
+
+    rows = experiment.run(_names(names), keep, repeats, seed)
+    _show(experiment, rows, as_json, keep, repeats)
+
+
+@bench.command()
 def coverage(
     group: Annotated[
         list[str] | None, typer.Option(help="plain, torchvision, timm or transformers; may be repeated. Default: all.")
