@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import nn
 
 import ispasp
 from ispasp.experiments import zoo
-from ispasp.experiments._torchvision import import_torchvision
-from ispasp.experiments.zoo.case import Case
 from ispasp.experiments.zoo.coverage import count_macs, count_params, random_units
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.verify import output_of, relative_error
+from support.zoo import case
 
 NOTHING = {  # networks in which nothing can go -> a part of the reason
     "plain/maxout": "shape '[2, 16, 2]' is invalid",
@@ -48,21 +44,6 @@ SMALLER = [
     *(f"timm/{name}" for name in TIMM),
     *(f"transformers/{name}" for name in TRANSFORMERS),
 ]
-
-
-@cache
-def group(name: str) -> dict[str, Case]:
-    return {case.name: case for case in zoo.cases(name)}
-
-
-def case(name: str) -> Case:
-    package = name.partition("/")[0]
-    for needed in () if package == "plain" else ("torchvision", package):
-        if find_spec(needed) is None:
-            pytest.skip(f"needs {needed}: pip install 'ispasp[vision,transformers]'")
-    if package != "plain":
-        import_torchvision()
-    return group(package)[name]
 
 
 def build(name: str) -> tuple[nn.Module, object]:

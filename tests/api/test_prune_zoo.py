@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 
 import ispasp
 from ispasp.experiments import zoo
-from ispasp.experiments._torchvision import import_torchvision
-from ispasp.experiments.zoo.case import Case
 from ispasp.experiments.zoo.coverage import count_params
+from support.zoo import case
 
 NOTHING = ("plain/maxout", "plain/lstm", "plain/gru")  # nothing can go there
 PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING and "activation" not in case.name]
@@ -25,21 +22,6 @@ LARGER = [
     *(f"torchvision/{name}" for name in ("resnet18", "mobilenet_v2", "densenet121")),
     *(f"transformers/{name}" for name in ("vit", "bert", "gpt2", "llama", "t5", "mixtral")),
 ]
-
-
-@cache
-def group(name: str) -> dict[str, Case]:
-    return {case.name: case for case in zoo.cases(name)}
-
-
-def case(name: str) -> Case:
-    package = name.partition("/")[0]
-    for needed in () if package == "plain" else ("torchvision", package):
-        if find_spec(needed) is None:
-            pytest.skip(f"needs {needed}: pip install 'ispasp[vision,transformers]'")
-    if package != "plain":
-        import_torchvision()
-    return group(package)[name]
 
 
 def check(name: str, **options: Any) -> ispasp.Result:

@@ -1,0 +1,28 @@
+"""Networks of the zoo by name; the test is skipped where their package is missing."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+
+from ispasp.experiments import zoo
+from ispasp.experiments._torchvision import import_torchvision
+from ispasp.experiments.zoo.case import Case
+
+
+@cache
+def _group(name: str) -> dict[str, Case]:
+    return {case.name: case for case in zoo.cases(name)}
+
+
+def case(name: str) -> Case:
+    """Such as `torchvision/resnet18` or `plain/mlp`."""
+    package = name.partition("/")[0]
+    for needed in () if package == "plain" else ("torchvision", package):
+        if find_spec(needed) is None:
+            pytest.skip(f"needs {needed}: pip install 'ispasp[vision,transformers]'")
+    if package != "plain":
+        import_torchvision()
+    return _group(package)[name]
