@@ -108,7 +108,7 @@ def test_writes_csv_figure_and_text(tmp_path: Path) -> None:
     assert rows[0]["scaling"] == "3 of 9 examples"
     assert figure.read_bytes().startswith(b"\x89PNG")
     written = text.read_text(encoding="utf-8")
-    assert "| 15 | 0.4 | GFS, vanilla | 1e+05 | 200,000x | 3 of 9 examples |" in written
+    assert "| 15 | 0.4 | GFS, vanilla | 100,000 | 200,000x | 3 of 9 examples |" in written
     assert "at least 100x faster than stochastic GFS" in written
     assert "2.0x and 2.0x for vanilla GFS and 1.0x and 1.0x" in written
 

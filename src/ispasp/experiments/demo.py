@@ -198,7 +198,7 @@ def _row(dense: nn.Module, data: Digits, keep: float, method: str, epochs: int, 
             train(result.model, data, epochs, lr=0.02, seed=seed)
             found[f"{name}_finetuned"] = accuracy(result.model, data.x_test, data.y_test, progress=False)
     except IspaspError as error:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error.__cause__ or error).split())  # the cause does not begin with where it was
         return Row(method, note=text if len(text) <= _NOTE else f"{text[:_NOTE].rstrip()}...")
     return Row(method, result.cost.params, result.cost.macs, **found)
 

@@ -131,13 +131,13 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def as_table(rows: Sequence[Row], keep: float = 0.4, repeats: int = 3) -> str:
     """One line for each method, two columns for each layer.
 
-    >>> "12.5x" in as_table([Row("heads", "obs", 0.25, 12.5)])
+    >>> "2.5x" in as_table([Row("heads", "obs", 0.25, 2.5)])
     True
     """
     layers = list(dict.fromkeys(row.layer for row in rows))
     columns = [Column("method", "method")]
     for layer in layers:
-        columns += [Column(layer, f"{layer}, s", "{:.4f}".format), Column(f"{layer}:", "ispasp = 1", "{:.1f}x".format)]
+        columns += [Column(layer, f"{layer}, s", "{:.4f}".format), Column(f"{layer}:", "ispasp = 1", _times)]
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         line = lines.setdefault(row.method, {"method": row.method})
@@ -147,3 +147,7 @@ def as_table(rows: Sequence[Row], keep: float = 0.4, repeats: int = 3) -> str:
         "interleaved runs."
     )
     return render("Seconds to choose", columns, list(lines.values()), note)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
