@@ -243,6 +243,13 @@ def test_magnitude_rank_sees_negative_activations() -> None:
     assert select_units(W, H, keep=1, method=ISpaSP(rank="magnitude")).kept == (0,)
 
 
+def test_magnitudes_of_the_channels_of_a_head_do_not_cancel() -> None:
+    H = torch.tensor([[5.0, -5.0, 0.5, 0.5, 0.4, 0.4]])  # three heads of two channels
+    consumer = LinearConsumer(torch.eye(6), units=torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert select_units(consumer, H, keep=1).kept == (1,)
+    assert select_units(consumer, H, keep=1, method=ISpaSP(rank="magnitude")).kept == (0,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_layers_are_pruned_like_their_values_in_float64(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ispasp.experiments.heads import DENSE, NAME, VARIANTS, Row
+from ispasp.experiments.heads import DENSE, MAGNITUDE, NAME, VARIANTS, Row
 from ispasp.experiments.records import read_rows
 from ispasp.report import new_figure
 
@@ -19,7 +19,8 @@ PAPER = {  # Table 2: mBERT on XNLI, after fine-tuning
     ("ispasp", 0.4): 68.11,
 }
 PAPER_DENSE = 71.02
-_NAMES = {"ispasp": "i-SpaSP", "random": "random", "taylor": "Taylor, global (Michel et al.)"}
+_NAMES = {"ispasp": "i-SpaSP", MAGNITUDE: "i-SpaSP by magnitude", "random": "random"}
+_NAMES |= {"taylor": "Taylor, global (Michel et al.)"}
 
 
 def write(folder: Path, command: str) -> list[Path]:
@@ -147,6 +148,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
             against = _finetuned(rows, data, other, "none", keep)
             if own and against:
                 found.append(f"keep {keep:g}: i-SpaSP against {_NAMES[other]} {_verdict(own, against)}.")
+        by_size = _finetuned(rows, data, MAGNITUDE, "none", keep)
+        if own and by_size:
+            gain = f"{_difference(by_size, own)[0]:+.1f}"
+            found.append(f"keep {keep:g}: ranking by magnitude changes i-SpaSP after fine-tuning by {gain} points.")
         with_, control = (_finetuned(rows, data, m, "dense", keep) for m in ("ispasp", "random"))
         if own and with_:
             gain = f"{_difference(with_, own)[0]:+.1f}"

@@ -36,10 +36,11 @@ class Coupling:
     weights: Tensor  # (channels,): factor of each channel's Q
     unit_of: Tensor  # (channels,)
 
-    def importance(self, removed: Tensor) -> Tensor:
+    def importance(self, removed: Tensor, *, magnitude: bool = False) -> Tensor:
         """y_i = <P_i, sum of Q_j over removed units j>, summed over the channels of a unit. (units,) -> (units,)
 
-        `removed` is 1.0 for units outside S, 0.0 for those in S.
+        `removed` is 1.0 for units outside S, 0.0 for those in S. `magnitude` adds up |y_i| of a unit's channels, which
+        do not cancel each other.
 
         >>> A, h = torch.tensor([[1.0, 1.0], [0.0, 2.0]]).double(), torch.tensor([3.0, 1.0]).double()
         >>> c = Coupling(A.T[None], A.T[None], weights=h, unit_of=torch.arange(2))
@@ -51,6 +52,7 @@ class Coupling:
         g, c, _ = self.P.shape
         v = torch.bmm(r.reshape(g, 1, c), self.Q)  # (g, 1, K)
         y = torch.bmm(self.P, v.mT).reshape(-1)  # (channels,)
+        y = y.abs() if magnitude else y
         return torch.zeros_like(removed).index_add(0, self.unit_of[mine], y[mine])
 
 
@@ -71,8 +73,10 @@ def couplings(statistics: Statistics) -> list[Coupling]:
     ]
 
 
-def activation(statistics: Statistics) -> Tensor:
+def activation(statistics: Statistics, *, magnitude: bool = False) -> Tensor:
     """h = mu(H): summed activation of every unit, over data, positions, channels and consumers. (units,)
+
+    `magnitude` adds up |h| of a unit's channels, which do not cancel each other.
 
     >>> from ispasp.calibrate import measure
     >>> from ispasp.types import LinearConsumer
@@ -85,6 +89,7 @@ def activation(statistics: Statistics) -> Tensor:
         unit_of = reading.consumer.unit_of()
         for total in checked(reading.moment, reading.consumer, number).maps.values():
             per_channel = total.double().flatten(1).sum(1) if total.ndim > 1 else total.double()
+            per_channel = per_channel.abs() if magnitude else per_channel
             h = h.index_add(0, unit_of[unit_of >= 0], per_channel[unit_of >= 0])
     return h
 

@@ -33,7 +33,8 @@ class ISpaSP(Selector):
     `iterations` products with the consumers' weights.
 
     `rank` says what "largest" means for importance and activations: "value" as the paper prints it, right for
-    non-negative activations (ReLU); "magnitude" as CoSaMP does, for signed ones (GELU, attention).
+    non-negative activations (ReLU); "magnitude" as CoSaMP does, for signed ones (GELU, attention heads, whose channels
+    would cancel each other).
     `minibatches`: every iteration looks at another mini-batch, in turn, as in the paper's experiments; then all
     iterations are run. Without, every iteration looks at all data.
 
@@ -109,12 +110,14 @@ def i_spasp(
     _check_options(iterations, rank)
     parts = _parts(statistics)
     s = units_to_keep(keep, parts[0].units)
-    pairs = [(activation(part), couplings(part)) for part in parts]
+    magnitude = rank == "magnitude"
+    pairs = [(activation(part, magnitude=magnitude), couplings(part)) for part in parts]
 
     def importance(t: int, S: Tensor) -> Tensor:
-        return torch.stack([c.importance((~S).double()) for c in pairs[t % len(pairs)][1]]).sum(0)
+        found = [c.importance((~S).double(), magnitude=magnitude) for c in pairs[t % len(pairs)][1]]
+        return torch.stack(found).sum(0)
 
-    masks = _iterate([h for h, _ in pairs], importance, s, iterations, rank)
+    masks = _iterate([h for h, _ in pairs], importance, s, iterations)
     sets = [torch.nonzero(S).flatten().tolist() for S in masks]
     stable = len(parts) == 1 and (2 * s >= parts[0].units or sets[-1:] == sets[-2:-1])
     return Evidence(parts[0]).selection(sets, converged=stable)
@@ -143,14 +146,11 @@ def _check_options(iterations: int, rank: Rank) -> None:
         raise InputError(f"rank={rank!r}: choose 'value' (the paper) or 'magnitude' (signed activations)")
 
 
-def _iterate(
-    hs: Sequence[Tensor], importance: Callable[[int, Tensor], Tensor], s: int, T: int, rank: Rank
-) -> list[Tensor]:
+def _iterate(hs: Sequence[Tensor], importance: Callable[[int, Tensor], Tensor], s: int, T: int) -> list[Tensor]:
     """The set after each iteration, as masks (n,); ends early when a lone h has led to a fixed point."""
-    signed = rank == "value"
     n = hs[0].shape[0]
     S = torch.zeros(n, dtype=torch.bool, device=hs[0].device)
-    orders = [descending(h if signed else h.abs()) for h in hs]
+    orders = [descending(h) for h in hs]
     sets: list[Tensor] = []
     floor = 0.0
     for t in range(T):
@@ -158,7 +158,7 @@ def _iterate(
         floor = floor or float(y.abs().max())  # residual importance below 2^-40 of the dense one is rounding noise
         if not math.isfinite(floor):
             raise InputError("importance overflows float64: weights and activations are too large, rescale them")
-        Omega = descending(y if signed else y.abs(), floor)[: 2 * s]
+        Omega = descending(y, floor)[: 2 * s]
         merged = S.clone()
         merged[Omega] = True
         order = orders[t % len(orders)]
