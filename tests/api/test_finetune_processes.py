@@ -21,6 +21,7 @@ from calibrate import accelerate_launch
 from ispasp.api.finetune import finetune
 from ispasp.errors import InputError
 from ispasp.train import Sgd, Teacher
+from support.leave import leave
 
 CASES = {"whole": (1, 40), "accumulated": (2, 40), "uneven": (2, 43), "one left over": (1, 41)}  # accumulate, examples
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -121,7 +122,6 @@ def work(folder: Path) -> None:
         except InputError as error:
             refused.append(str(error))
     (folder / f"refused-{rank}").write_text("\n".join(refused))
-    torch.distributed.destroy_process_group()
 
 
 def loader_of() -> DataLoader[Any]:
@@ -183,3 +183,4 @@ def test_two_processes_of_accelerate_launch_take_its_precision(tmp_path: Path) -
 
 if __name__ == "__main__":
     work(Path(sys.argv[1]))
+    leave(Path(sys.argv[1]), int(os.environ["RANK"]), 2)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ispasp
 from ispasp.select import ISpaSP
+from support.leave import leave
 from support.nets import Encoder, ResNet, alive
 
 SIZE = 2
@@ -144,8 +145,7 @@ def main(folder: Path) -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         work(dist.get_rank(), folder, ["ispasp dense"])
-        dist.destroy_process_group()
-        return
+        leave(folder, dist.get_rank(), SIZE)
     pruned("ispasp", shard("resnet", 0))  # what the first export imports is imported once
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run, args=(rank, folder)) for rank in range(SIZE)]
