@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import ispasp
+from ispasp.api import sequential
 from ispasp.select import ThiNet
 
 
@@ -71,3 +72,25 @@ def test_the_scale_is_that_of_least_squares() -> None:
     parts = torch.stack([(H[:, [i]] * W[:, i]).flatten() for i in range(16)], 1)  # what each unit adds to the outputs
     w = torch.linalg.lstsq(parts[:, kept], parts.sum(1)[:, None]).solution.flatten()
     assert_close(result.model.get_parameter("2.weight"), W[:, kept] * w, rtol=1e-4, atol=1e-6)
+
+
+def test_running_out_of_memory_after_the_scale_does_not_scale_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(deep)
+    options: dict[str, Any] = {"keep": 0.5, "method": "thinet", "compensate": None, "progress": False}
+    expected = ispasp.prune(model, [x], **options).model.state_dict()
+    left = [1]
+    squared = sequential._squared
+
+    def full(values: Tensor) -> float:
+        if len(seen) == 2 and left:  # what is lost before, then what is lost with the scale
+            left.pop()
+            raise MemoryError
+        seen.append(values)
+        return squared(values)
+
+    seen: list[Tensor] = []
+    monkeypatch.setattr(sequential, "_squared", full)
+    found = ispasp.prune(model, [x], **options).model.state_dict()
+    assert not left
+    for key, value in expected.items():
+        assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)

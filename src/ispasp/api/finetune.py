@@ -96,8 +96,8 @@ def finetune(
     - `accumulate`: batches per step, weighed by their examples: two halves are one whole, but for BatchNorm.
     - `mixed_precision`: "bf16", "fp16" (GPU), None: what `accelerate launch` was told, else full precision.
     - `checkpoint`: a folder. A run that was interrupted, at any moment, goes on from its last checkpoint (one every
-      `checkpoint_every` steps) when called again with the same arguments, and ends in the same parameters, on a CPU to
-      the bit. A run that is finished is not run again.
+      `checkpoint_every` steps) when called again with the same arguments, and ends in the same parameters, on a CPU
+      with as many threads to the bit. A run that is finished is not run again.
     - `evaluate`: evaluate(model) -> number, called in eval mode and without gradients after every epoch and at the end;
       see `result.scores`. It changes nothing else.
 

@@ -137,16 +137,17 @@ def _as_it_is(job: Job, reader: Reader, passage: Passage) -> tuple[tuple[float, 
     It is lost before and after the method's own factors, if there are any, which are put among the edits.
     """
     node, note = passage.circuit.contractions[reader.number], ""
+    factors = {name: job.factors[name] for name in sorted(reader.names) if job.factors.get(name)}
+    where = slot(reader, passage.circuit, job.model, job.tensors) if factors else Slot()
+    job.edits.tensors.pop(where.weight, None)  # of a try that ran out of memory: no factor may count twice
     whole, cut = passage.value(node, cut=False), passage.value(node)
     linear = _without_bias(whole, passage.arguments(reader.number), output_dim(node))
     before = after = _squared(whole - cut)
-    factors = {name: job.factors[name] for name in sorted(reader.names) if job.factors.get(name)}
-    if factors:
-        where = slot(reader, passage.circuit, job.model, job.tensors)
-        note = "" if where.weight else f"not rescaled: {where.why_not}"
-        if where.weight:
-            job.edits.tensors[where.weight] = rescaled(reader, passage, factors, job.kept)
-            after = _squared(whole - passage.value(node))
+    if where.weight:
+        job.edits.tensors[where.weight] = rescaled(reader, passage, factors, job.kept)
+        after = _squared(whole - passage.value(node))
+    elif factors:
+        note = f"not rescaled: {where.why_not}"
     return (before, after, _squared(linear)), note
 
 
