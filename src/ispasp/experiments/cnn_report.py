@@ -11,6 +11,7 @@ from ispasp.report import new_figure
 
 _WORDS = {"none": "no compensation", "local": "compensated locally", "dense": "compensated towards the dense network"}
 _MARKERS = "osv^D*PX<>hdp8"
+_NOTHING = 1.0  # percent: near chance for the classes of ImageNet, where a rank says nothing
 
 
 def write(settings: Settings, folder: Path, command: str) -> list[Path]:
@@ -90,6 +91,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
     >>> b = Row("net", "cifar10", 64, 0, 0, "ispasp", "none", 0.5, 80.0, 5e6, 1e5, 1.0)
     >>> findings([a, b])
     ['Without compensation: at keep 0.5 best is l1 (88.0 %), i-SpaSP is number 2 of 2 (80.0 %).']
+    >>> from dataclasses import replace
+    >>> findings([replace(a, accuracy=0.1), replace(b, accuracy=0.2)])
+    ['Without compensation: at keep 0.5 nothing is left (at most 0.2 %).']
     """
     found = []
     for compensate in _panels(rows):
@@ -99,6 +103,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
             place = next((n for n, r in enumerate(order, 1) if r.method == "ispasp"), None)
             if place is not None:
                 best, own = order[0], order[place - 1]
+                if best.accuracy is not None and best.accuracy < _NOTHING:
+                    parts.append(f"at keep {keep:g} nothing is left (at most {best.accuracy:.1f} %)")
+                    continue
                 parts.append(
                     f"at keep {keep:g} best is {best.method} ({best.accuracy:.1f} %), i-SpaSP is number {place} of "
                     f"{len(order)} ({own.accuracy:.1f} %)"
