@@ -11,18 +11,21 @@ from torch import nn
 
 from ispasp.api.copying import copied
 from ispasp.api.result import Result
+from ispasp.calibrate.alike import weights_alike
+from ispasp.calibrate.team import Team
 from ispasp.errors import InputError
 from ispasp.types.layout import Extent, full_length
 from ispasp.types.plan import Plan, Structure, TensorLayout
 
-Prune = Callable[[nn.Module, Iterable[Any], Any], Result]
+Prune = Callable[[nn.Module, Iterable[Any], Any, Team], Result]
 
 
-def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, prune_: Prune) -> Result:
+def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks: Team, prune_: Prune) -> Result:
     """Prune one hidden dimension at a time, in order, and let `finetune_between(model)` train the model after each.
 
     Every dimension is pruned with what the model then is; the plan says what has become of the dense model. Training
-    cannot be taken back: after a failure the model is as far as it has come.
+    cannot be taken back: after a failure the model is as far as it has come. Several machines must train together, so
+    that the weights stay the same on all of them.
     """
     train = options.finetune_between
     if not callable(train):
@@ -33,13 +36,15 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, prune
     batches = list(batches) if iter(batches) is batches else batches
     whole = replace(options, finetune_between=None)
     on_trial = replace(whole, compensate=None, refit="consumers", recalibrate=False, optimizer=None)
-    trial = prune_(copied(model), batches, on_trial)  # widths, and the structure of the dense model
+    trial = prune_(copied(model), batches, on_trial, ranks)  # widths, and the structure of the dense model
     results: list[Result] = []
     for layer in trial.layers:
         keep = trial.plan.kept[layer.name] if _names_units(options.keep, layer.name) else layer.kept
         part = replace(whole, keep={layer.name: keep}, skip=(), round_to=None, curves=False)
-        results.append(prune_(model, batches, part))
-        train(model)
+        results.append(prune_(model, batches, part, ranks))
+        with ranks.together(f"the training after {layer.name!r}"):
+            train(model)
+        weights_alike(ranks, model)  # also what was trained last: ranks that train apart end with different models
     structure = _with_biases(trial.plan.structure, results)
     gained = sum(len(model.get_parameter(f"{path}.bias")) for path in structure.biases)
     return Result(

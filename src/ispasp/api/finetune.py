@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ispasp.calibrate.team import joined_team
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.train.batch import Batch, inputs_for
@@ -118,15 +119,16 @@ def finetune(
     >>> result.steps, result.losses[-1] < result.losses[0] / 2
     (20, True)
     """
-    _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
-    _check_loader(loader, resumable=checkpoint is not None)
-    _check_functions(loss=loss, input_of=input_of, evaluate=evaluate)
-    if teacher is not None and not isinstance(teacher, Teacher):
-        teacher = Teacher(teacher)
-    if teacher is not None and teacher.model is model:
-        raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
-    objective = Objective(loss, input_of or inputs_for(model), label_smoothing, teacher)
-    folder = None if checkpoint is None else Path(checkpoint)
+    with joined_team() as ranks, ranks.together("the start of fine-tuning"):
+        _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
+        _check_loader(loader, resumable=checkpoint is not None)
+        _check_functions(loss=loss, input_of=input_of, evaluate=evaluate)
+        if teacher is not None and not isinstance(teacher, Teacher):
+            teacher = Teacher(teacher)
+        if teacher is not None and teacher.model is model:
+            raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
+        objective = Objective(loss, input_of or inputs_for(model), label_smoothing, teacher)
+        folder = None if checkpoint is None else Path(checkpoint)
     run = Run(
         recipe,
         objective,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal
 
@@ -57,11 +57,11 @@ class Options:
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
             raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
-        if not _positive(self.ridge):
+        if not positive(self.ridge):
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
-        if self.memory is not None and not _positive(self.memory):
+        if self.memory is not None and not positive(self.memory):
             raise InputError(f"memory={self.memory!r}: pass a number of bytes, or None for no limit")
-        if not _positive(self.timeout):
+        if not positive(self.timeout):
             raise InputError(f"timeout={self.timeout!r}: pass seconds, such as 600")
         if self.loss is not None and not callable(self.loss):
             raise InputError(f"loss={self.loss!r}: pass a function, loss=lambda output, batch: ...")
@@ -75,6 +75,16 @@ class Options:
             )
         selector(self.method)
 
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the result, by name: on several machines they must be the same.
+
+        How a machine reads its batches, how much memory it has and what it shows are its own affair.
+        """
+        own = ("method", "input_of", "memory", "timeout", "optimizer", "progress")
+        return {"method": selector(self.method)} | {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in own
+        }
+
     def described(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
         named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit")
@@ -83,5 +93,6 @@ class Options:
         return {"method": str(self.method), "keep": keep, **plain}
 
 
-def _positive(value: object) -> bool:
+def positive(value: object) -> bool:
+    """Whether a value is a finite number above 0."""
     return isinstance(value, Real) and 0 < float(value) < math.inf

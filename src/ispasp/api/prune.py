@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 
 from ispasp.api.between import pruned_between
 from ispasp.api.copying import copied
-from ispasp.api.options import Options
+from ispasp.api.options import Options, positive
 from ispasp.api.result import Result
 from ispasp.api.run import Run
-from ispasp.calibrate.team import team
+from ispasp.calibrate.alike import SAME_OPTIONS, alike
+from ispasp.calibrate.team import Team, team
 from ispasp.errors import InputError
 from ispasp.graph.trace import evaluating
 from ispasp.integrations.offload import materialised
@@ -51,11 +52,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     >>> result.model[0], result.layers[0].kept, net[0].out_features
     (Linear(in_features=4, out_features=4, bias=True), 4, 8)
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-    chosen = Options(keep, **options)  # wrong options are told before a large model is copied
-    with torch.inference_mode(False):  # what is made in inference mode could never be trained
-        return _prune_(copied(model), batches, chosen)
+    return _started(model, batches, keep, options, copy=True)
 
 
 def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
@@ -67,16 +64,35 @@ def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options:
     >>> prune_(net, [torch.rand(16, 4)], keep=2, progress=False).model is net, net[0].out_features
     (True, 2)
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-    with torch.inference_mode(False):
-        return _prune_(model, batches, Options(keep, **options))
+    return _started(model, batches, keep, options, copy=False)
 
 
-def _prune_(model: nn.Module, batches: Iterable[Any], options: Options) -> Result:
+def _started(model: nn.Module, batches: Iterable[Any], keep: Any, options: Mapping[str, Any], copy: bool) -> Result:
+    """What is wrong on one machine is an error on all of them, from the options on."""
+    with torch.inference_mode(False), team(_timeout(options)) as ranks:  # inference tensors could never be trained
+        with ranks.together("the check of the arguments"):
+            if not isinstance(model, nn.Module):
+                raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+            chosen = Options(keep, **options)  # wrong options are told before a large model is copied
+            model = copied(model) if copy else model
+        alike(ranks, "the options of prune", chosen.deciding, SAME_OPTIONS)
+        return _prune_(model, batches, chosen, ranks)
+
+
+def _timeout(options: Mapping[str, Any]) -> float:
+    """Needed before the options are checked, since ranks must meet to hear that some are wrong."""
+    given = options.get("timeout", Options.timeout)
+    return float(given) if positive(given) else Options.timeout
+
+
+def _prune_(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team) -> Result:
     if options.finetune_between is not None:
-        return pruned_between(model, batches, options, _prune_)
-    with materialised(model), _rng_restored(), evaluating(model), team(options.timeout) as ranks:
+        return pruned_between(model, batches, options, ranks, _prune_)
+    with ExitStack() as stack:
+        with ranks.together("the loading of offloaded weights"):
+            stack.enter_context(materialised(model))
+        stack.enter_context(_rng_restored())
+        stack.enter_context(evaluating(model))
         return Run(model, batches, options, ranks).result()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +19,27 @@ from ispasp.api.proof import Proof
 from ispasp.api.recalibrate import recalibrate_
 from ispasp.api.result import Layer, Result
 from ispasp.api.sequential import sequential
+from ispasp.api.survey import Survey
 from ispasp.api.task import check_loss, with_sensitivities, with_task
 from ispasp.api.widths import Widths, prunable, widths
 from ispasp.budget import Budget, Curve
+from ispasp.calibrate.alike import alike, graphs_alike, weights_alike
+from ispasp.calibrate.batches import signature
 from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.forms import ALWAYS
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
 from ispasp.errors import SurgeryError
+from ispasp.graph.trace import Batch
 from ispasp.select import selector
 from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
 from ispasp.types import Selection
 from ispasp.types.dimension import FrozenAxis
 from ispasp.types.layout import kept_mask, names_in
 from ispasp.types.plan import Plan, TensorLayout
+
+_ONE_SHAPE = "calibrate with batches of one shape on all ranks"
 
 
 class Run:
@@ -47,11 +53,14 @@ class Run:
         self._selector = selector(options.method)
         self._curves: dict[str, Curve] = {}
         check_loss(self._selector, options.loss)
+        weights_alike(ranks, model)
         with ranks.together("the survey"):
             self._batches = Inputs(model, batches, options)
             self._survey, self._example = surveyed(model, self._batches, options)
-        self._circuits = Circuits(model, self._survey.analysis, self._example)
-        self._unread = self._without_normal_form()
+            self._circuits = Circuits(model, self._survey.analysis, self._example)
+            self._unread = self._without_normal_form()
+        graphs_alike(ranks, self._survey.analysis.trace, signature(self._example))
+        alike(ranks, "the survey", lambda: _surveyed(self._survey, self._unread), _ONE_SHAPE)
 
     def result(self) -> Result:
         """Decide, then act."""
@@ -64,10 +73,13 @@ class Run:
         decided = {name: Selection(kept) for name, kept in chosen.given.items() if name in job.counts}
         self._decide(job, decided)
         self._share(job)
-        plan = self._plan(job)
-        proof = Proof(job, self._example)
+        with self._team.together("the plan"):
+            plan = self._plan(job)
+            proof = Proof(job, self._example)
+        alike(self._team, "the plan", lambda: _planned(plan), "report this, and prune in one process")
         with all_or_nothing() as undo:
-            _write(self._model, job, plan, undo, options.optimizer)
+            with self._team.together("the surgery"):
+                _write(self._model, job, plan, undo, options.optimizer)
             verified, certificates = self._verified(proof)
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
@@ -124,7 +136,7 @@ class Run:
 
     def _decide(self, job: Job, decided: dict[str, Selection]) -> None:
         if self._options.order == "sequential":
-            sequential(job, self._batches.listed(), decided)
+            sequential(job, self._listed(), decided)
             return
         rest = {name for name in job.counts if name not in decided}
         if rest:
@@ -136,7 +148,7 @@ class Run:
             else:
                 decided = {**decided, **{name: job.select(name, statistics) for name, statistics in whole.items()}}
         if job.compensate == "dense":
-            sequential(job, self._batches.listed(), decided)
+            sequential(job, self._listed(), decided)
             return
         for name in job.counts:
             job.decide(name, decided[name])
@@ -146,6 +158,10 @@ class Run:
         for number, why in left.items():
             measured.refits[number] = replace(measured.refits[number], note=f"not compensated: {why}")
         job.refits = {**measured.refits, **job.refits}
+
+    def _listed(self) -> Sequence[Batch]:
+        with self._team.together("the reading of the batches"):
+            return self._batches.listed()
 
     def _share(self, job: Job) -> None:
         """Machines that round otherwise must end with the same weights: rank 0's."""
@@ -195,6 +211,25 @@ class Run:
             before if job.compensate else None,
             job.notes(name),
         )
+
+
+def _surveyed(survey: Survey, unread: Mapping[str, str]) -> dict[str, Any]:
+    """What must be the same on all machines before their statistics are added."""
+    facts: dict[str, Any] = {
+        f"hidden dimension {d.name!r}": [d.kind, d.units, list(d.producers), list(d.consumers)]
+        for d in survey.dimensions
+    }
+    facts |= {f"the layout of {name!r}": layout for name, layout in survey.structure.tensors.items()}
+    facts["attributes"] = survey.structure.attributes
+    facts["weight norms"] = survey.structure.weight_norms
+    facts["consumers"] = [[c.kind, sorted(c.parameters)] for c in survey.analysis.tracker.contractions]
+    facts["what calibration cannot follow"] = sorted(unread)
+    return facts
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    kept: dict[str, Any] = {f"hidden dimension {name!r}": units for name, units in plan.kept.items()}
+    return {**kept, "the layers that gain a bias": plan.structure.biases}
 
 
 def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None) -> None:

@@ -52,6 +52,10 @@ class Team(ABC):
         """The sum of a number over ranks."""
 
     @abstractmethod
+    def gather(self, what: str, message: Any) -> list[Any]:
+        """The messages of all ranks, in order of rank. A message is anything JSON can hold; errors name it `what`."""
+
+    @abstractmethod
     def agree(self, error: str | None) -> None:
         """Raise `DistributedError` on every rank if one rank has an error; return on every rank if none has."""
 
@@ -101,6 +105,10 @@ class Alone(Team):
     def total(self, n: N) -> N:
         """The number itself."""
         return n
+
+    def gather(self, what: str, message: Any) -> list[Any]:
+        """The message itself."""
+        return [message]
 
     def agree(self, error: str | None) -> None:
         """Raise if there is an error."""
@@ -164,6 +172,10 @@ class Ranks(Team):
         """Add the numbers in order of rank."""
         added: N = sum(self._meet(self._at("the total of a number"), n))
         return added
+
+    def gather(self, what: str, message: Any) -> list[Any]:
+        """Hear all ranks."""
+        return self._meet(self._at(what), message)
 
     def agree(self, error: str | None) -> None:
         """Tell the others, and hear them."""
@@ -234,7 +246,7 @@ def team(timeout_seconds: float = 600.0) -> Team:
     """
     if not timeout_seconds > 0:
         raise InputError(f"timeout_seconds={timeout_seconds}: pass how long to wait for other ranks, such as 600")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _joined():
         return Ranks(timeout_seconds)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_torchelastic_launched() and started > 1 and not dist.is_initialized():
@@ -244,3 +256,16 @@ def team(timeout_seconds: float = 600.0) -> Team:
             stacklevel=2,
         )
     return Alone()
+
+
+def joined_team(timeout_seconds: float = 600.0) -> Team:
+    """`team` where torch.distributed may be initialised later: this process alone until then, without a warning.
+
+    >>> joined_team().size
+    1
+    """
+    return Ranks(timeout_seconds) if _joined() else Alone()
+
+
+def _joined() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

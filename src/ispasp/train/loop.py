@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ispasp.calibrate.alike import SAME_OPTIONS, alike, weights_alike
+from ispasp.calibrate.team import Alone, Team, team
 from ispasp.errors import InputError
 from ispasp.graph.trace import evaluating
 from ispasp.report import track
@@ -75,6 +77,8 @@ def train(run: Run, model: nn.Module, loader: Any) -> Trained:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(left_alone())
         accelerator = stack.enter_context(accelerated(run.mixed_precision))
+        ranks = stack.enter_context(team() if accelerator.num_processes > 1 else Alone())
+        _alike(ranks, run, model, loader, accelerator.mixed_precision)
         stack.enter_context(placed(model, accelerator.device))
         if run.objective.teacher is not None:
             stack.enter_context(placed(run.objective.teacher.model, accelerator.device))
@@ -85,7 +89,8 @@ def train(run: Run, model: nn.Module, loader: Any) -> Trained:
         model.train()
         optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         settings = run.settings(order.batches, accelerator.mixed_precision)
-        found = files.read(run.folder, settings) if run.folder is not None else None
+        with ranks.together("the reading of the checkpoint"):
+            found = files.read(run.folder, settings) if run.folder is not None else None
         # The first process writes only when all have read.
         agreed(accelerator, found.step if found else -1, f"steps in the checkpoint of {run.folder} (-1: none)")
         if found is not None:
@@ -99,6 +104,24 @@ def train(run: Run, model: nn.Module, loader: Any) -> Trained:
         if found is not None:
             loop.losses, loop.scores = list(found.losses), dict(found.scores)
         return loop.train(found.step if found else 0)
+
+
+def _alike(ranks: Team, run: Run, model: nn.Module, loader: Any, precision: str) -> None:
+    """Processes with other settings or other weights are refused; DistributedDataParallel overwrites without a word."""
+
+    def settings() -> dict[str, Any]:
+        return {
+            **run.settings(len(loader), precision),
+            "evaluate": run.evaluate,
+            "checkpoint": run.folder is not None,
+            "checkpoint_every": run.every,
+            "trainable parameters": [name for name, p in model.named_parameters() if p.requires_grad],
+        }
+
+    alike(ranks, "the settings of finetune", settings, SAME_OPTIONS)
+    weights_alike(ranks, model)
+    if run.objective.teacher is not None:
+        weights_alike(ranks, run.objective.teacher.model, of="the teacher")
 
 
 def _order(run: Run, accelerator: Any, loader: Any, part: Any) -> Order:
