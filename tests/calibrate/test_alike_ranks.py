@@ -144,7 +144,11 @@ class Strange(nn.Module):
         self.register_parameter("lazy", nn.UninitializedParameter())
 
 
-@pytest.mark.parametrize("name", [name for name, _ in Strange().named_buffers()])
+SORTS = ("of_bfloat16", "of_float8_e4m3fn", "of_bool", "of_complex64", "of_int8", "sparse", "csr", "quantised")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", [*SORTS, "nothing", "number", "strided", "meta"])
 def test_every_sort_of_tensor_has_a_digest(name: str) -> None:
     usual, other = tensor_facts(Strange()), tensor_facts(Strange(name))
     assert usual == tensor_facts(Strange())
