@@ -22,6 +22,7 @@ import ispasp
 from ispasp.cli.sources import Loaded, Wanted, load_data, load_model, runs, saved_folder
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, IspaspError, MissingExtraError
+from support.forge import forge_model
 
 needs_vision = pytest.mark.skipif(find_spec("timm") is None, reason="needs pip install 'ispasp[vision]'")
 needs_text = pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install 'ispasp[transformers]'")
@@ -413,7 +414,8 @@ def test_load_says_what_to_do_about_a_torchvision_that_does_not_fit(
 
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     ispasp.save(ispasp.prune(net, [torch.rand(8, 4)], progress=False), tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ViTModel"]}))
+    config = json.dumps({"architectures": ["ViTModel"]})
+    forge_model(tmp_path / "model.safetensors", lambda _, told: told.update(config=config))
     monkeypatch.setitem(sys.modules, "transformers", Package())
     with pytest.raises(MissingExtraError, match="install the torchvision made for it, or pip uninstall torchvision"):
         ispasp.load(tmp_path)

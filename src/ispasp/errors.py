@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 
+def visible(text: str) -> str:
+    """The text with every character that does not print written as its escape; line ends and tabs stay.
+
+    Names come from models and files, and a terminal obeys what does not print.
+
+    >>> visible("fc\\x1b[2J"), visible("größe")
+    ('fc\\\\x1b[2J', 'größe')
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
 class IspaspError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base of every error this library raises on purpose. What does not print is escaped in its text."""
+
+    def __init__(self, *args: object) -> None:
+        """Take the text of the error."""
+        super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InputError(IspaspError, ValueError):

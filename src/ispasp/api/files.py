@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 PLAN, CONFIG, GENERATION, WEIGHTS = "plan.json", "config.json", "generation_config.json", "model.safetensors"
 FILES = (PLAN, CONFIG, GENERATION, WEIGHTS)
-FORMAT, VERSION = "ispasp", "1"
+COPIES = FILES[:-1]  # of what the weights hold in their metadata
+FORMAT = "ispasp"
 
 Slot = tuple[dict[str, Any], str]  # a module's table of parameters or buffers, and the key in it
 

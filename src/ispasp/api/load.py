@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ispasp.api.files import CONFIG, FORMAT, GENERATION, PLAN, VERSION, WEIGHTS, Slot, digest, slots
+from ispasp.api.files import CONFIG, GENERATION, WEIGHTS, Slot, slots
+from ispasp.api.stored import Stored, stored
 from ispasp.errors import InputError, MissingExtraError, SaveError
+from ispasp.files.reading import folder_path, is_regular, opened
+from ispasp.files.text import parsed
 from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
 from ispasp.types.plan import Plan
 
-
-@dataclass(frozen=True)
-class _Saved:
-    """What a folder holds. `ties`: name -> name under which its tensor is stored; `unsaved`: buffer -> dtype."""
-
-    plan: Plan
-    tensors: Mapping[str, Tensor]
-    ties: Mapping[str, str]
-    unsaved: Mapping[str, str]
+_WIDER = 8  # a file may take this many times the bytes of the dense model: float64 of what is a byte there
+_TOLD = 2**27  # bytes of names and metadata beside the tensors
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -46,58 +38,55 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     Traceback (most recent call last):
     ispasp.errors.SaveError: no/such/folder is not a folder: pass the folder that ispasp.save wrote
     """
-    folder = Path(folder)
-    saved = _read(folder)
-    if model is None:
-        model = _build(folder)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: pass the dense torch.nn.Module, freshly built")
-    made_for = saved.plan.structure.model
-    if made_for not in {cls.__name__ for cls in type(model).__mro__}:
-        raise SaveError(f"{folder} holds a pruned {made_for}, not a {type(model).__name__}: pass a dense {made_for}")
-    with all_or_nothing() as undo:
-        remove_(model, saved.plan, undo)
-        _fill(model, saved, undo, folder)
+    folder = _folder(folder)
+    with opened(folder / WEIGHTS) as file:
+        saved = stored(file, folder)
+        if model is None:
+            model = _build(saved, folder)
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}: pass the dense torch.nn.Module, freshly built")
+        made_for = saved.plan.structure.model
+        if made_for not in {cls.__name__ for cls in type(model).__mro__}:
+            raise SaveError(
+                f"{folder} holds a pruned {made_for}, not a {type(model).__name__}: pass a dense {made_for}"
+            )
+        tensors = file.tensors(_WIDER * _bytes(model) + _TOLD)
+        saved.check(tensors, folder)
+        with all_or_nothing() as undo:
+            remove_(model, saved.plan, undo)
+            _fill(model, saved, tensors, undo, folder)
     return model
 
 
-def _read(folder: Path) -> _Saved:
-    """Everything in the folder, checked against its checksums."""
-    if not folder.is_dir():
+def saved_plan(folder: str | os.PathLike[str]) -> tuple[Plan, bool]:
+    """The plan of a saved model, and whether `load` can build the model by itself."""
+    folder = _folder(folder)
+    with opened(folder / WEIGHTS) as file:
+        found = stored(file, folder)
+    return found.plan, CONFIG in found.texts
+
+
+def _folder(given: str | os.PathLike[str]) -> Path:
+    folder = folder_path(given)
+    if not os.path.isdir(folder):  # noqa: PTH112  # False for names that are too long, too
         raise SaveError(f"{folder} is not a folder: pass the folder that ispasp.save wrote")
-    for name in (PLAN, WEIGHTS):
-        if not (folder / name).is_file():
-            raise SaveError(f"{folder} has no {name}: pass a folder that ispasp.save wrote to the end")
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-        text = (folder / PLAN).read_bytes()
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"{folder / WEIGHTS} is damaged or cut short ({error}): copy or save it again") from error
-    if metadata.get("format") != FORMAT:
-        raise SaveError(f"{folder / WEIGHTS} was not written by ispasp (its format is {metadata.get('format')!r}): "
-                        "pass a folder that ispasp.save wrote")  # fmt: skip
-    if metadata.get("version") != VERSION:
-        raise SaveError(
-            f"{folder} has version {metadata.get('version')!r}; this ispasp reads {VERSION!r}: update ispasp"
-        )
-    if metadata.get("plan_sha256") != hashlib.sha256(text).hexdigest():
-        raise SaveError(f"{folder / PLAN} is not the plan that {WEIGHTS} was saved with (checksums differ): "
-                        "restore both files from one save")  # fmt: skip
-    about = metadata.get("about", "")
-    if metadata.get("tensors_sha256") != digest(tensors, about):
-        raise SaveError(f"{folder / WEIGHTS} has been changed (checksums differ): copy or save it again")
-    return _Saved(Plan.from_json(text.decode()), tensors, **json.loads(about))
+    if not is_regular(folder / WEIGHTS):
+        raise SaveError(f"{folder} has no {WEIGHTS}: pass a folder that ispasp.save wrote to the end")
+    return folder
 
 
-def _build(folder: Path) -> nn.Module:
-    """The dense model that config.json describes."""
+def _bytes(model: nn.Module) -> int:
+    tensors = (table[key] for _, (table, key), _ in slots(model))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_lazy(tensor))
+
+
+def _build(saved: Stored, folder: Path) -> nn.Module:
+    """The dense model that the config describes."""
     remedy = "pass the dense model: ispasp.load(folder, model)"
     try:
-        data = json.loads((folder / CONFIG).read_bytes())
+        data = parsed(saved.texts[CONFIG])
         name = data["architectures"][0]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise SaveError(f"{folder / CONFIG} does not say which model to build ({error!r}): {remedy}") from error
     try:
         transformers = importlib.import_module("transformers")
@@ -109,9 +98,8 @@ def _build(folder: Path) -> nn.Module:
             raise TypeError(f"{name} is no PreTrainedModel")
         with torch.random.fork_rng(devices=[]):
             model: nn.Module = cls(cls.config_class.from_dict(data))
-        if (folder / GENERATION).exists():
-            stored = json.loads((folder / GENERATION).read_bytes())
-            model.generation_config = transformers.GenerationConfig.from_dict(stored)
+        if GENERATION in saved.texts:
+            model.generation_config = transformers.GenerationConfig.from_dict(parsed(saved.texts[GENERATION]))
     except Exception as error:
         if _lacks_operators(error):
             raise MissingExtraError(
@@ -131,20 +119,21 @@ def _lacks_operators(error: BaseException | None) -> bool:
     return False
 
 
-def _fill(model: nn.Module, saved: _Saved, undo: Undo, folder: Path) -> None:
+def _fill(model: nn.Module, saved: Stored, tensors: Mapping[str, Tensor], undo: Undo, folder: Path) -> None:
     all_slots = {name: (slot, persistent) for name, slot, persistent in slots(model)}
     saved_slots = {name: slot for name, (slot, persistent) in all_slots.items() if persistent}
-    _check_names(model, saved_slots, saved, folder)
-    for name, stored in saved.ties.items():
-        (table, key), (source, source_key) = saved_slots[name], saved_slots[stored]
+    _check_names(model, saved_slots, {*tensors, *saved.ties}, folder)
+    for name, other in saved.ties.items():
+        (table, key), (source, source_key) = saved_slots[name], saved_slots[other]
         if isinstance(table[key], nn.Parameter) != isinstance(source[source_key], nn.Parameter):
             raise SaveError(
-                f"{name!r} and {stored!r} are tied in {folder}; the model given has a parameter and a buffer"
+                f"{name!r} and {other!r} are tied in {folder}; the model given has a parameter and a buffer"
             )
+        _check_tensor(name, table[key], tensors[other], folder)
         undo(_putter(table, key, table[key]))
         table[key] = source[source_key]
     filled: dict[int, str] = {}
-    for name, value in saved.tensors.items():
+    for name, value in tensors.items():
         table, key = saved_slots[name]
         tensor = table[key]
         _check_tensor(name, tensor, value, folder)
@@ -157,13 +146,13 @@ def _fill(model: nn.Module, saved: _Saved, undo: Undo, folder: Path) -> None:
     for name, dtype in saved.unsaved.items():  # the constructor makes them; only a cast, as by .half(), is repeated
         if name in all_slots:
             (table, key), _ = all_slots[name]
-            if table[key].dtype != getattr(torch, dtype):
-                set_data(table[key], table[key].data.to(getattr(torch, dtype)), None, undo)
+            if table[key].dtype != dtype:
+                _check_kind(name, table[key], dtype, folder)
+                set_data(table[key], table[key].data.to(dtype), None, undo)
 
 
-def _check_names(model: nn.Module, slots: Mapping[str, Slot], saved: _Saved, folder: Path) -> None:
-    stored = {*saved.tensors, *saved.ties}
-    missing, unexpected = sorted(set(slots) - stored), sorted(stored - set(slots))
+def _check_names(model: nn.Module, slots: Mapping[str, Slot], known: set[str], folder: Path) -> None:
+    missing, unexpected = sorted(set(slots) - known), sorted(known - set(slots))
     if missing or unexpected:
         texts = [f"{what} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
                  for what, names in (("lacks", missing), ("has in excess", unexpected)) if names]  # fmt: skip
@@ -176,8 +165,12 @@ def _check_tensor(name: str, tensor: Tensor, value: Tensor, folder: Path) -> Non
     if tensor.shape != value.shape:
         raise SaveError(f"{name!r} has shape {tuple(value.shape)} in {folder / WEIGHTS}, the pruned model needs "
                         f"{tuple(tensor.shape)}: build the dense model as it was when saved")  # fmt: skip
-    if (tensor.is_floating_point(), tensor.is_complex()) != (value.is_floating_point(), value.is_complex()):
-        raise SaveError(f"{name!r} is {value.dtype} in {folder / WEIGHTS}, {tensor.dtype} in the model given: "
+    _check_kind(name, tensor, value.dtype, folder)
+
+
+def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
+    if (tensor.is_floating_point(), tensor.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
+        raise SaveError(f"{name!r} is {dtype} in {folder / WEIGHTS}, {tensor.dtype} in the model given: "
                         "build the dense model as it was when saved")  # fmt: skip
 
 

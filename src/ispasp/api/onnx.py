@@ -6,7 +6,6 @@ import importlib
 import inspect
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.errors import ExportError, InputError, IspaspError, MissingExtraError
+from ispasp.files.writing import workspace
 from ispasp.graph.trace import Batch, call_arguments, evaluating
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.verify import output_of, relative_error
@@ -41,6 +41,7 @@ def export_onnx(
     from 2 GiB on beside it in `<path>.data`. Where the error exceeds `tolerance` nothing is written and `ExportError`
     is raised; float16 needs about `tolerance=1e-2`.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export_onnx(nn.Linear(4, 2), torch.ones(3, 4), f"{folder}/model.onnx") < 1e-4
     True
@@ -55,8 +56,8 @@ def export_onnx(
     twice = _doubled(batch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".ispasp-", dir=path.parent) as fresh, _quiet():
-            made = Path(fresh) / path.name
+        with workspace(path.parent) as fresh, _quiet():
+            made = fresh / path.name
             error = None if twice is None else _try_dynamic(model, batch, twice, made, opset, tolerance)
             if error is None:
                 error = _export(model, batch, made, opset, None, [batch])
@@ -65,7 +66,7 @@ def export_onnx(
                     f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}; nothing was "
                     f"written: export in float32 (model.float()), try another opset, or pass a higher tolerance"
                 )
-            for file in Path(fresh).iterdir():  # the model, and its .data beyond 2 GiB
+            for file in fresh.iterdir():  # the model, and its .data beyond 2 GiB
                 file.replace(path.parent / file.name)
     except IspaspError:
         raise

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ispasp.api.files import FILES, FORMAT, PLAN, VERSION, WEIGHTS, digest, slots
+from ispasp.api.files import CONFIG, COPIES, FILES, FORMAT, GENERATION, PLAN, WEIGHTS, slots
+from ispasp.api.stored import metadata_of
 from ispasp.errors import InputError, IspaspError, PlanError, SaveError
+from ispasp.files.reading import folder_path, opened
+from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
 from ispasp.surgery import attributes
 from ispasp.types.layout import full_length, kept_length
 from ispasp.types.plan import Plan
@@ -45,9 +44,10 @@ def save(
 
     Takes what `prune` returns, or a model pruned by `apply_` with its `plan`, side by side or as a tuple. Writes
     `model.safetensors` (parameters and persistent buffers, tied ones once) and `plan.json`; for a Hugging Face model
-    also `config.json` (of the dense model) and `generation_config.json`. All or nothing: the files take their places
-    when all are written. An earlier save is replaced and other files in the folder stay, but a dense checkpoint or
-    config of the same name is replaced only with `overwrite=True`.
+    also `config.json` (of the dense model) and `generation_config.json`. All or nothing, even if the process is killed:
+    `model.safetensors` holds all of it, and is replaced in one step; the other files are copies. An earlier save is
+    replaced and other files in the folder stay, but a dense checkpoint or config of the same name is replaced only with
+    `overwrite=True`. Saving a model twice gives the same bytes.
 
     >>> import tempfile, torch
     >>> from ispasp import apply_, load, survey
@@ -60,14 +60,14 @@ def save(
     True
     """
     model, plan = _model_and_plan(model, plan)
-    folder = Path(folder)
+    folder = folder_path(folder)
     _check_pruned(model, plan)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         _check_ours(folder, overwrite)
-        with tempfile.TemporaryDirectory(prefix=".ispasp-", dir=folder) as fresh:
-            _write(model, plan, Path(fresh))
-            _publish(Path(fresh), folder)
+        with workspace(folder) as fresh:
+            _write(model, plan, fresh)
+            _publish(fresh, folder)
     except IspaspError:
         raise
     except (OSError, SafetensorError, ValueError, RuntimeError, TypeError) as error:
@@ -111,13 +111,16 @@ def _check_pruned(model: nn.Module, plan: Plan) -> None:
 
 
 def _check_ours(folder: Path, overwrite: bool) -> None:
-    found = [name for name in FILES if (folder / name).exists()]
+    found = [name for name in FILES if os.path.lexists(folder / name)]
+    for name in found:
+        if (folder / name).is_dir():
+            raise SaveError(f"{folder / name} is a folder, in the place of a file: choose another folder")
     if not found or overwrite:
         return
     try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            ours = (file.metadata() or {}).get("format") == FORMAT
-    except (OSError, SafetensorError):
+        with opened(folder / WEIGHTS) as file:
+            ours = file.metadata.get("format") == FORMAT
+    except SaveError:
         ours = False
     if not ours:
         raise SaveError(
@@ -126,8 +129,22 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
 
 
 def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
-    text = plan.to_json().encode()
-    (folder / PLAN).write_bytes(text)
+    texts = {PLAN: plan.to_json()}
+    if hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained"):
+        _write_config(model, plan, folder)
+        for name in (CONFIG, GENERATION):
+            if (folder / name).exists():
+                texts[name] = (folder / name).read_text(encoding="utf-8")
+    for name, text in texts.items():
+        write_bytes(folder / name, text.encode())
+    tensors, ties, unsaved = _tensors(model)
+    write_tensors(folder / WEIGHTS, tensors, metadata_of(texts, ties, unsaved, tensors))
+    with opened(folder / WEIGHTS):
+        pass  # what safetensors would refuse to read, such as a header that is too large, must not be published
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
+    """Tensors by name, second names of tied ones, and the dtypes of buffers that are not saved."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     ties: dict[str, str] = {}
@@ -145,11 +162,7 @@ def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
             place = flat.untyped_storage().data_ptr()  # views of one storage, which safetensors refuses
             tensors[name] = flat.clone() if flat.numel() and place in places else flat
             places.add(place)
-    about = json.dumps({"ties": ties, "unsaved": unsaved})
-    checks = {"plan_sha256": hashlib.sha256(text).hexdigest(), "tensors_sha256": digest(tensors, about)}
-    save_file(tensors, folder / WEIGHTS, {"format": FORMAT, "version": VERSION, "about": about, **checks})
-    if hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained"):
-        _write_config(model, plan, folder)
+    return tensors, ties, unsaved
 
 
 def _write_config(model: Any, plan: Plan, folder: Path) -> None:
@@ -167,20 +180,14 @@ def _write_config(model: Any, plan: Plan, folder: Path) -> None:
 
 
 def _publish(fresh: Path, folder: Path) -> None:
-    """Rename the new files into place, and those of an earlier save away; put all back if that fails."""
-    aside = fresh / "before"
-    aside.mkdir()
-    before = [name for name in FILES if (folder / name).exists()]
+    """Put the new files in place. The first step decides: before it the old save loads, after it the new one."""
+    publish(fresh / WEIGHTS, folder / WEIGHTS)
     try:
-        for name in FILES:
-            if name in before:
-                (folder / name).replace(aside / name)
+        for name in COPIES:
             if (fresh / name).exists():
-                (fresh / name).replace(folder / name)
-    except BaseException:
-        for name in FILES:
-            if (aside / name).exists():
-                (aside / name).replace(folder / name)
-            elif name not in before:
+                publish(fresh / name, folder / name)
+            else:
                 (folder / name).unlink(missing_ok=True)
-        raise
+        sync_folder(folder)
+    except OSError as error:
+        raise SaveError(f"{folder} is saved and loads, but {name} is not renewed ({error}): save it again") from error

@@ -47,7 +47,7 @@ def finetune(
 ) -> None:
     """Fine-tune a pruned model on labelled data, and save it with its plan."""
     if not is_saved(folder):
-        raise InputError(f"{folder} has no plan.json: pass a folder that `ispasp prune` wrote")
+        raise InputError(f"{folder} holds no pruned model: pass a folder that `ispasp prune` wrote")
     beside = folder if folder.name else folder.resolve()
     target = o.writable(out or beside.with_name(f"{beside.name}-finetuned"), model=True)
     taught = load_model(teacher, teacher_weights, seed=seed) if teacher else None

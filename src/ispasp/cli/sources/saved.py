@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ispasp.api.load import load
+from ispasp.api.files import FORMAT, PLAN, WEIGHTS
+from ispasp.api.load import load, saved_plan
 from ispasp.cli.sources.huggingface import described, transformers
 from ispasp.cli.sources.loaded import Loaded
 from ispasp.errors import InputError, SaveError
-from ispasp.types.plan import Plan
+from ispasp.files.reading import is_regular, opened, read_json
 
 RESULT = "result.json"  # what `Result.to_json` tells, the model as it was typed, and the command
 _SAFE = ("torchvision:", "timm:")  # a folder may name these; it may not name code to run
@@ -23,7 +23,13 @@ def is_saved(folder: Path) -> bool:
     >>> is_saved(Path("no/such/folder"))
     False
     """
-    return (folder / "plan.json").is_file()
+    if is_regular(folder / PLAN):
+        return True
+    try:
+        with opened(folder / WEIGHTS) as file:
+            return file.metadata.get("format") == FORMAT
+    except SaveError:
+        return False
 
 
 def saved_folder(spec: str) -> Path | None:
@@ -41,9 +47,9 @@ def saved_folder(spec: str) -> Path | None:
 def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Loaded:
     """The pruned model of a folder, with its plan. `dense` names the dense model if the folder cannot."""
     if not is_saved(folder):
-        raise SaveError(f"{folder} has no plan.json: pass a folder that `ispasp prune` wrote")
-    plan = _plan(folder / "plan.json")
-    if not dense and (folder / "config.json").is_file():
+        raise SaveError(f"{folder} has no {WEIGHTS} of ispasp: pass a folder that `ispasp prune` wrote")
+    plan, described_itself = saved_plan(folder)
+    if not dense and described_itself:
         transformers()  # says what is missing, and imports torchvision in the way that works everywhere
         return replace(described(load(folder), f"ispasp:{folder}", str(folder)), plan=plan)
     known = _made_from(folder)
@@ -55,15 +61,10 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
     return replace(built, spec=f"ispasp:{folder}", warnings=(), plan=plan)
 
 
-def _plan(path: Path) -> Plan:
-    try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SaveError(f"{path} cannot be read ({error}): restore the folder that `ispasp prune` wrote") from error
-
-
 def _made_from(folder: Path) -> str:
     try:
-        return str(json.loads((folder / RESULT).read_text(encoding="utf-8"))["model"])
-    except (OSError, ValueError, LookupError, TypeError):
+        told = read_json(folder / RESULT)
+    except SaveError:
         return ""
+    model = told.get("model") if isinstance(told, dict) else None
+    return model if isinstance(model, str) else ""

@@ -1,0 +1,1 @@
+"""Files on disk: read within limits, written whole or not at all."""

@@ -1,0 +1,32 @@
+"""Change saved files and make their checksums fit again, as a forger would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ispasp.api.files import digest
+from ispasp.api.stored import _checksum
+
+Change = Callable[[dict[str, Tensor], dict[str, str]], object]
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors, of their own, and metadata."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def forge_model(path: Path, change: Change) -> None:
+    """Change the tensors or the metadata of a model.safetensors of any version."""
+    tensors, metadata = read(path)
+    change(tensors, metadata)
+    if metadata.get("version") != "1":
+        metadata["texts_sha256"] = _checksum(metadata)
+    salt = metadata.get("about", "") if metadata.get("version") == "1" else metadata["texts_sha256"]
+    metadata["tensors_sha256"] = digest(tensors, salt)
+    save_file(tensors, path, metadata)
