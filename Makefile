@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check results zoo clean
+.PHONY: demo test check soak results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
@@ -17,6 +17,10 @@ check: $(VENV)/test.stamp         ## lint, format, types, layering
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
+
+SECONDS ?= 7200
+soak: $(VENV)/test.stamp          ## random networks, faults, files, processes and threads for SECONDS; appends to soak.jsonl
+	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SECONDS) --out soak.jsonl
 
 results: $(VENV)/test.stamp       ## remake what docs/results/ shows; cifar and mobilenet need ISPASP_DATA
 	$(BIN)/ispasp reproduce synthetic --out docs/results

@@ -6,10 +6,10 @@ choices of a network are recorded, so `build(seed, choices)` makes it again: tha
 
 from __future__ import annotations
 
-from support.networks.build import Network, build, networks
+from support.networks.build import Network, again, batch_for, build, networks, random_network
 from support.networks.table import LEAVES, NESTED
 
 # Importing fills the tables; hypothesis shrinks towards what stands first in them.
 from support.networks import image, channels, convs, transformer, tokens, nested  # noqa: F401  # isort: skip
 
-__all__ = ["LEAVES", "NESTED", "Network", "build", "networks"]
+__all__ = ["LEAVES", "NESTED", "Network", "again", "batch_for", "build", "networks", "random_network"]

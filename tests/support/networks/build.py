@@ -51,6 +51,22 @@ def networks(draw: st.DrawFn) -> Network:
     return _build(draw(st.integers(0, 99)), lambda *options: draw(st.sampled_from(options)))
 
 
+def random_network(seed: int, choose: Pick) -> Network:
+    """A network whose choices are made by `choose(*options)`, such as a random generator's."""
+    return _build(seed, choose)
+
+
+def again(network: Network) -> nn.Module:
+    """The same model, built anew."""
+    return build(network.seed, network.choices).model
+
+
+def batch_for(network: Network, seed: int, examples: int) -> Any:
+    """Another batch of this many examples, in float64 where it is not of ids."""
+    with _doubles(seed):
+        return _batch(network.model, examples)
+
+
 def _build(seed: int, choose: Pick) -> Network:
     log: list[Any] = []
 
@@ -90,11 +106,11 @@ def _trained(model: nn.Module) -> None:
                 buffer.uniform_(0.5, 2.0)
 
 
-def _batch(model: Net) -> Any:
+def _batch(model: Net, examples: int = BATCH) -> Any:
     def example() -> Tensor:
         if model.domain == "ids":
-            return torch.randint(VOCABULARY, (BATCH, *model.example))
-        return torch.randn(BATCH, *model.example)
+            return torch.randint(VOCABULARY, (examples, *model.example))
+        return torch.randn(examples, *model.example)
 
     if model.inputs == "tensor":
         return example()
