@@ -81,7 +81,7 @@ def test_the_table() -> None:
         "layer1.0.conv1",
         "parameters 3,",
         "MACs ",
-        "verified: the pruned model gives what the masked one gives",
+        "consumers compared with the masked network: relative difference",
         "frozen:",
         "fc: reaches the model output",
         "is a residual stream",

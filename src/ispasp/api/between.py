@@ -53,7 +53,7 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
         tuple(layer for r in results for layer in r.layers),
         replace(trial.cost, params=trial.cost.params + gained),
         trial.frozen,
-        max((r.verified for r in results), default=trial.verified),
+        max((r.evidence for r in results), key=lambda e: e.error, default=trial.evidence),
         options.described(),
         trial.curves,
     )

@@ -15,7 +15,6 @@ from ispasp.budget import Budget, Curve, Params, allocate, error_curve
 from ispasp.budget.sample import sampled_energy
 from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.readers import products
-from ispasp.compensate.slots import slot
 from ispasp.graph.tails import scale
 from ispasp.graph.trace import Batch
 from ispasp.types.layout import Extent, kept_length
@@ -51,7 +50,7 @@ def _new_biases(job: Job) -> list[Extent]:
     analysis, found = job.survey.analysis, []
     behind = dropwhile(lambda reader: not reader.names, job.stations)  # nothing is lost before the first consumer
     for reader in behind if job.compensate else ():
-        if slot(reader, job.circuits.first, job.model, job.tensors).into == "new bias":
+        if job.slot(reader).into == "new bias":
             (made,) = reader.contraction.made
             found.append(analysis.extent(made))
     return found

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ispasp.api.options import Options
-from ispasp.api.survey import Survey, survey
-from ispasp.calibrate.batches import first_examples, prepared
+from ispasp.api.survey import Survey, survey_kinds
+from ispasp.calibrate.batches import first_examples, prepared, signature
 from ispasp.calibrate.circuit import named_tensors
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.trace import Batch, run
@@ -57,6 +57,13 @@ class Inputs:
             self._list = list(self.again())
         return self._list
 
+    def other_kinds(self, example: Batch, *, listed: bool) -> list[Batch]:
+        """The first batch of every kind (shapes, dtypes, other values) but the example's; `listed` keeps them all."""
+        found = {signature(example): example}
+        for batch in self.listed() if listed else self.again():
+            found.setdefault(signature(batch), batch)
+        return list(found.values())[1:]
+
 
 def _try(model: nn.Module, batch: Batch) -> Batch:
     """Run the model on two examples, or on all where it does not take so few; returns what it ran on."""
@@ -69,9 +76,18 @@ def _try(model: nn.Module, batch: Batch) -> Batch:
     return batch
 
 
-def surveyed(model: nn.Module, batches: Inputs, options: Options) -> tuple[Survey, Batch]:
-    """Survey on two examples where the model takes them: that is enough to see its structure."""
+def surveyed(model: nn.Module, batches: Inputs, options: Options) -> tuple[Survey, Batch, list[Batch]]:
+    """Survey on two examples where the model takes them, and on one batch of every other kind.
+
+    Two examples are enough to try things out; which way whole batches take is looked up in traces of their own.
+    """
+    walks = options.order == "sequential" or options.compensate == "dense"
+
+    def survey_on(example: Batch) -> tuple[Survey, Batch, list[Batch]]:
+        also = batches.other_kinds(example, listed=walks)
+        return survey_kinds(model, example, also, scope=options.scope, kinds=options.kinds), example, also
+
     if batches.example is not batches.first:
         with suppress(TraceError):
-            return survey(model, batches.example, scope=options.scope, kinds=options.kinds), batches.example
-    return survey(model, batches.first, scope=options.scope, kinds=options.kinds), batches.first
+            return survey_on(batches.example)
+    return survey_on(batches.first)

@@ -20,6 +20,7 @@ from ispasp.calibrate.tally import Tally
 from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
 from ispasp.compensate.refit import Refit
+from ispasp.compensate.slots import Slot, slot
 from ispasp.compensate.sums import Sums
 from ispasp.errors import IspaspError
 from ispasp.graph.trace import Batch
@@ -61,7 +62,8 @@ class Job:
         self.readers_of = {name: [r for r in self.readers if name in r.names] for name in self.counts}
         self.tensors = named_tensors(self.model)
         everything = self.refit == "all" and self.compensate == "dense"
-        self.stations = readers(self.survey.analysis, self.counts, others=True) if everything else self.readers
+        every = readers(self.survey.analysis, self.counts, others=True) if everything else self.readers
+        self.stations = [reader for reader in every if self.circuits.all_reach(reader.number)]
 
     @property
     def data_needs(self) -> set[str]:
@@ -107,6 +109,11 @@ class Job:
         self.selections[name] = selection
         for reader in self.readers_of[name]:
             self.edits.cuts[reader.number] = reader.cuts(self.kept)
+
+    def slot(self, reader: Reader) -> Slot:
+        """Where new weights of a reader go, if that is the same for all kinds of batches."""
+        found = {slot(reader, circuit, self.model, self.tensors) for circuit in self.circuits.every}
+        return found.pop() if len(found) == 1 else Slot(why_not="not all kinds of batches use it alike")
 
     def add(self, sums: Sums) -> Sums:
         """Merge sums of all machines."""

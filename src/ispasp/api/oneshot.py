@@ -10,7 +10,6 @@ from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.readers import Reader, read
 from ispasp.compensate.refit import Gathered, gather, refit
-from ispasp.compensate.slots import slot
 from ispasp.errors import IspaspError
 from ispasp.graph.analyse import owner
 from ispasp.graph.tails import scale
@@ -63,7 +62,7 @@ def compensate_locally(job: Job, batches: Iterable[Batch]) -> dict[int, str]:
             for reader, passage in stops(job, batch):
                 number = reader.number
                 if number not in slots:
-                    slots[number] = slot(reader, passage.circuit, job.model, job.tensors)
+                    slots[number] = job.slot(reader)
                 if slots[number].weight:
                     part = gather(reader, [passage], job.edits, dense=False, first=count)
                     known = found.get(number)

@@ -2,74 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.job import Job
-from ispasp.calibrate.circuit import Circuit, caller, output_dim
+from ispasp.calibrate.batches import first_examples, signature
+from ispasp.calibrate.circuit import Circuit, Edits, caller, output_dim
+from ispasp.calibrate.forms import Arguments
 from ispasp.calibrate.passage import Passage
+from ispasp.calibrate.readers import Reader
+from ispasp.calibrate.traces import Circuits, same_way
+from ispasp.errors import SurgeryError
+from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
 from ispasp.surgery.masking import tensors_in
-from ispasp.surgery.verify import output_of, relative_error, tolerance
-from ispasp.types.layout import kept_mask
+from ispasp.surgery.remove import all_or_nothing
+from ispasp.surgery.stir import set_values, stirred_batch, stirred_tensors
+from ispasp.surgery.verify import compare, output_of, tolerance
+from ispasp.types.layout import Kept, kept_mask
+from ispasp.types.plan import Plan
+
+_UNPROVED = "nothing that could be compared depends on it: outputs and consumers are constant, or not finite"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was compared. `certificates[name]` is None where nothing could be, `unproved[name]` then says why."""
+
+    error: float
+    limit: float
+    certificates: Mapping[str, float | None]
+    unproved: Mapping[str, str]
+    outputs: int  # entries of the model's outputs that were compared
+    consumers: int  # consumers whose outputs were compared
+    kinds: int  # kinds of batches that the pruned model was run on
+
+    def __str__(self) -> str:
+        """One sentence."""
+        parts = [f"{self.outputs:,} output values"] if self.outputs else []
+        parts += [f"{self.consumers} consumers"] if self.consumers else []
+        where = f" on {self.kinds} kinds of batches" if self.kinds > 1 else ""
+        compared = " and ".join(parts) or "nothing"
+        return f"{compared} compared with the masked network{where}: relative difference {self.error:.0e}"
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The network to prove something about: where it is read, its dense tensors, and how the pruned one differs."""
+
+    model: nn.Module
+    analysis: Analysis
+    circuits: Circuits
+    readers: Sequence[Reader]
+    edits: Edits
+    kept: Kept
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The masked network on one batch: its outputs, what each reader gave, and which of them these can prove."""
+
+    batch: Batch
+    circuit: Circuit
+    outputs: list[Tensor]
+    at: Mapping[int, tuple[Tensor, float]]  # with the norm it would have if nothing cancelled
+    telling: set[int]  # readers whose product varies
+    reached: set[int]  # readers that the outputs depend on
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that were given other values
 
 
 class Proof:
     """What the masked network gives, to be compared with what the pruned module gives.
 
     The masked network is the graph of the dense model in which consumers read zeros for removed units, with
-    compensated weights where there are any; it is run before surgery.
+    compensated weights where there are any; it is run before surgery. Where its outputs and consumers cannot tell
+    (a gate that is zero, outputs that are not finite), it is run once more with other values in tensors of zeros.
     """
 
-    def __init__(self, job: Job, example: Batch) -> None:
-        """Run the masked network on the example."""
-        self._job = job
+    def __init__(self, setting: Setting, example: Batch) -> None:
+        """Run the masked network on the example, and on batches that take another way through the model."""
+        self._setting = setting
         self._example = example
-        self._at: dict[int, Tensor] = {}
+        circuits = setting.circuits
+        self._calls = _calls(circuits.first, setting)  # readers that are layers, whose outputs can be watched
+        self._runs = [self._masked(example, circuits.of(example), {})]
+        self._shapes: list[Batch] = []
+        for batch, circuit in circuits.kinds:
+            if not same_way(circuits.first.trace, circuit.trace):
+                self._runs.append(self._masked(batch, circuit, {}))
+            elif signature(_few(batch)) != signature(example):
+                self._shapes.append(batch)
+        if self._unproved(self._runs):
+            values = self._other_values()
+            self._runs.append(self._masked(stirred_batch(example), circuits.of(example), values))
+
+    def compare(self, model: nn.Module, plan: Plan) -> Evidence:
+        """Run the pruned module and compare."""
+        setting, errors, outputs, total, seen = self._setting, dict[int, float](), 0, 0.0, set[int]()
+        for run in self._runs:
+            found, at = self._found(model, run, plan)
+            outcome = compare(found, run.outputs)
+            outputs, total = outputs + outcome.entries, max(total, outcome.error)
+            for number in run.at:
+                errors[number] = max(errors.get(number, 0.0), at.get(number, outcome.error))
+            seen |= at.keys() & run.telling
+        for batch in self._shapes:
+            _check_runs(model, batch)
+        limit = max(tolerance(run.circuit.trace) for run in self._runs)
+        unproved = self._unproved(self._runs)
+        certificates: dict[str, float | None] = {}
+        for reader in setting.readers:
+            for name in reader.names & set(setting.kept):
+                known = certificates.get(name)
+                certificates[name] = max(known or 0.0, errors[reader.number])
+        certificates |= dict.fromkeys(unproved, None)
+        total = max([total, *(e for e in errors.values())])
+        kinds = len(self._runs) + len(self._shapes) - any(run.values for run in self._runs)
+        return Evidence(total, limit, certificates, unproved, outputs, len(seen), kinds)
+
+    def _other_values(self) -> dict[str, Tensor]:
+        """Values for tensors of zeros; weight_norm's stay, because surgery rescales them by what they are."""
+        norms = {name for walk in self._setting.analysis.walks for v, g, _ in walk.weight_norms for name in (v, g)}
+        found = stirred_tensors(self._setting.tensors, self._setting.edits.tensors)
+        return {name: value for name, value in found.items() if name not in norms}
+
+    def _masked(self, batch: Batch, circuit: Circuit, values: Mapping[str, Tensor]) -> _Run:
+        s = self._setting
+        edits = Edits(s.edits.cuts, {**s.edits.tensors, **values}, s.edits.biases)
+        at: dict[int, tuple[Tensor, float]] = {}
+        telling: set[int] = set()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            passage = Passage(job.circuits.of(example), example, job.tensors, job.edits, slicing=False)
-            for reader in job.readers:
-                node = passage.circuit.contractions[reader.number]
+            passage = Passage(circuit, batch, s.tensors, edits, slicing=False)
+            for reader in s.readers:
+                node = circuit.contractions[reader.number]
                 passage.advance(node)
-                self._at[reader.number] = self._kept_outputs(reader.number, passage.value(node))
-            self._expected = tensors_in(passage.advance())
-        self._calls = _calls(passage.circuit, job)
+                y = passage.value(node)
+                size = passage.magnitude(reader.number) if reader.number in self._calls else 0.0
+                at[reader.number] = self._kept_outputs(reader.number, y), size
+                product = _linear_part(y, passage.arguments(reader.number), output_dim(node))
+                if bool((torch.isfinite(product) & (product != 0)).any()):
+                    telling.add(reader.number)
+            outputs = tensors_in(passage.advance())
+        reached = self._reached(circuit, batch, edits) if compare(outputs, outputs).entries else set()
+        return _Run(batch, circuit, outputs, at, telling, reached, values)
 
-    def compare(self, model: nn.Module) -> tuple[float, float, dict[str, float]]:
-        """Relative error of the pruned module's output, its limit, and the certificate of each hidden dimension."""
-        with _watching({layer for layer, _ in self._calls.values()}) as seen:
-            found = output_of(model, self._example)
-        error, limit = relative_error(found, self._expected), tolerance(self._expected)
-        errors = dict.fromkeys(self._at, error)
-        for number, (layer, call) in self._calls.items():
+    def _reached(self, circuit: Circuit, batch: Batch, edits: Edits) -> set[int]:
+        """Readers, of those that are no layers that can be watched, whose input the outputs depend on."""
+        s = self._setting
+        open_ = [reader for reader in s.readers if reader.number not in self._calls]
+        if not open_:
+            return set()
+        try:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                passage = Passage(circuit, batch, s.tensors, edits, slicing=False)
+                passage.probe({reader.number: reader.contraction.data for reader in open_})
+                outputs = [t for t in tensors_in(passage.advance()) if t.requires_grad]
+                seeds = [torch.randn_like(t) for t in outputs]
+                zeros = [passage.probes[reader.number][1] for reader in open_]
+                gradients = torch.autograd.grad(outputs, zeros, seeds, allow_unused=True)
+        except (RuntimeError, NotImplementedError):  # an op without a derivative
+            return set()
+        return {r.number for r, g in zip(open_, gradients, strict=True) if g is not None and bool((g != 0).any())}
+
+    def _unproved(self, runs: Sequence[_Run]) -> dict[str, str]:
+        """Hidden dimensions with a reader that no run can tell anything about."""
+        told: set[int] = set()
+        for run in runs:
+            told |= {number for number in run.telling if number in self._calls} | run.reached
+        rows = [r for r in self._setting.readers if r.number not in told]
+        return {name: _UNPROVED for reader in rows for name in sorted(reader.names & set(self._setting.kept))}
+
+    def _found(self, model: nn.Module, run: _Run, plan: Plan) -> tuple[list[Tensor], dict[int, float]]:
+        """The pruned module's outputs on a batch, and its errors at the layers that can be watched."""
+        with all_or_nothing() as undo, _watching({layer for layer, _ in self._calls.values()}) as seen:
+            set_values(model, run.values, plan, undo)
+            found = output_of(model, run.batch)
+            undo.run()
+        errors = {}
+        for number, (layer, call) in _calls(run.circuit, self._setting).items():
             if call < len(seen.get(layer, ())):
-                errors[number] = _difference(seen[layer][call], self._at[number])
-        readers_of = self._job.readers_of
-        return error, limit, {name: max(errors[r.number] for r in readers_of[name]) for name in readers_of}
+                errors[number] = _difference(seen[layer][call], *run.at[number])
+        return found, errors
 
     def _kept_outputs(self, number: int, y: Tensor) -> Tensor:
         """The outputs that stay, where outputs are units themselves."""
-        analysis = self._job.survey.analysis
+        analysis = self._setting.analysis
         contraction = analysis.tracker.contractions[number]
         channel = output_dim(contraction.node)
         if channel is None or len(contraction.made) != 1:
             return y
-        mask = kept_mask(analysis.extent(contraction.made[0]), self._job.kept)
+        mask = kept_mask(analysis.extent(contraction.made[0]), self._setting.kept)
         return y.index_select(channel, torch.nonzero(mask).flatten().to(y.device))
 
 
-def _calls(circuit: Circuit, job: Job) -> dict[int, tuple[nn.Module, int]]:
+def _linear_part(y: Tensor, arguments: Arguments, channel: int | None) -> Tensor:
+    """A product without its bias."""
+    bias = arguments.get("bias", arguments.get("self") if "mat1" in arguments else None)
+    if not isinstance(bias, Tensor) or channel is None or bias.ndim != 1:
+        return y
+    shape = [1] * y.ndim
+    shape[channel] = -1
+    return y - bias.to(y).reshape(shape)
+
+
+def _few(batch: Batch) -> Batch:
+    """The first two examples of a batch, or all where it cannot be cut."""
+    small = first_examples(batch)
+    return batch if small is None else small
+
+
+def _check_runs(model: nn.Module, batch: Batch) -> None:
+    """The pruned model runs on a batch of another shape; two examples of it, where it takes so few."""
+    try:
+        try:
+            output_of(model, _few(batch))
+        except Exception:
+            output_of(model, batch)
+    except Exception as error:
+        shapes = signature(batch)[1:]
+        raise SurgeryError(
+            f"the pruned model fails on a batch of shapes {shapes} ({type(error).__name__}: {error}): the model is as "
+            "it was; calibrate with batches of one shape and report this"
+        ) from error
+
+
+def _calls(circuit: Circuit, setting: Setting) -> dict[int, tuple[nn.Module, int]]:
     """For each reader that is the product of a layer: the layer, and which of its calls that is."""
-    readers = {circuit.contractions[r.number]: r.number for r in job.readers}
+    readers = {circuit.contractions[r.number]: r.number for r in setting.readers}
     counts: dict[nn.Module, int] = {}
     found = {}
     for node in circuit.order:
-        layer = caller(node, job.model)
+        layer = caller(node, setting.model)
         if layer is not None and _is_one_product(layer) and output_dim(node) is not None:
             if node in readers:
                 found[readers[node]] = (layer, counts.get(layer, 0))
@@ -82,10 +251,13 @@ def _is_one_product(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
 
 
-def _difference(found: Any, expected: Tensor) -> float:
+def _difference(found: Any, expected: Tensor, size: float) -> float:
+    """Relative difference of a layer's outputs: to their own norm, or to the larger one of what they are sums of."""
     if not isinstance(found, Tensor) or found.numel() != expected.numel():
         return float("inf")
-    return relative_error([found.reshape(expected.shape)], [expected])
+    error = compare([found.reshape(expected.shape)], [expected]).error
+    own = float(torch.where(torch.isfinite(expected), expected, torch.zeros_like(expected)).double().norm())
+    return error * own / size if size > own > 0 else error
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
+from ispasp.api.proof import Evidence
 from ispasp.report import Column, render
 from ispasp.types.dimension import Cost, FrozenAxis
 from ispasp.types.plan import Plan
@@ -21,7 +23,8 @@ class Layer:
     `kept` of `units` units stay. `relative_error` is ||Y - Y'|| / ||Y||, Y what its consumers should give and Y' what
     they give now, without their bias: on all calibration batches where the consumer was compensated, else on the first
     one. `uncompensated_error` is the same without compensation. `certificate` is the largest relative difference at its
-    consumers between the pruned module and the masked dense network: rounding errors, or surgery has gone wrong.
+    consumers between the pruned module and the masked dense network: rounding errors, or surgery has gone wrong; None
+    where nothing could be compared.
     """
 
     name: str
@@ -30,7 +33,7 @@ class Layer:
     kept: int
     iterations: int
     relative_error: float | None
-    certificate: float
+    certificate: float | None
     uncompensated_error: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -44,10 +47,20 @@ class Result:
     layers: tuple[Layer, ...]
     cost: Cost
     frozen: tuple[FrozenAxis, ...]
-    verified: float  # relative difference between the pruned model's output and the masked one's
+    evidence: Evidence  # what was compared with the masked network, and how much it differed
     settings: Mapping[str, Any]
     curves: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict, repr=False)
     """Predicted squared relative error against kept units, without compensation: (units, errors)."""
+
+    @property
+    def verified(self) -> float:
+        """Largest relative difference between the pruned model and the masked one; NaN if nothing could be compared."""
+        return self.evidence.error if self.evidence.outputs or self.evidence.consumers else math.nan
+
+    @property
+    def unproved(self) -> Mapping[str, str]:
+        """Hidden dimensions for which nothing could be compared, and why."""
+        return self.evidence.unproved
 
     def to_json(self) -> str:
         """Everything but the model's weights, as JSON text."""
@@ -56,7 +69,8 @@ class Result:
                 "format": "ispasp-result",
                 "version": 1,
                 "settings": dict(self.settings),
-                "verified": self.verified,
+                "verified": None if math.isnan(self.verified) else self.verified,
+                "unproved": dict(self.unproved),
                 "cost": asdict(self.cost),
                 "layers": [asdict(layer) for layer in self.layers],
                 "frozen": [asdict(row) for row in self.frozen],
@@ -86,8 +100,9 @@ class Result:
         lines = [
             table,
             str(self.cost),
-            f"verified: the pruned model gives what the masked one gives (relative difference {self.verified:.0e})",
+            f"verified: {self.evidence}",
         ]
+        lines += ["not proved:", *(f"  {name}: {why}" for name, why in self.unproved.items())] if self.unproved else []
         notes = [f"  {layer.name}: {note}" for layer in self.layers for note in layer.notes]
         lines += ["notes:", *notes] if notes else []
         lines += ["frozen:", *(f"  {row}" for row in self.frozen)] if self.frozen else []

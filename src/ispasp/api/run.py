@@ -15,7 +15,7 @@ from ispasp.api.inputs import Inputs, surveyed
 from ispasp.api.job import Job
 from ispasp.api.oneshot import collect, compensate_locally
 from ispasp.api.options import Options
-from ispasp.api.proof import Proof
+from ispasp.api.proof import Evidence, Proof, Setting
 from ispasp.api.recalibrate import recalibrate_
 from ispasp.api.result import Layer, Result
 from ispasp.api.sequential import sequential
@@ -33,10 +33,10 @@ from ispasp.calibrate.traces import Circuits
 from ispasp.errors import SurgeryError
 from ispasp.graph.trace import Batch
 from ispasp.select import selector
-from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
+from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remove_, set_data
 from ispasp.types import Selection
 from ispasp.types.dimension import FrozenAxis
-from ispasp.types.layout import kept_mask, names_in
+from ispasp.types.layout import names_in
 from ispasp.types.plan import Plan, TensorLayout
 
 _ONE_SHAPE = "calibrate with batches of one shape on all ranks"
@@ -56,8 +56,8 @@ class Run:
         weights_alike(ranks, model)
         with ranks.together("the survey"):
             self._batches = Inputs(model, batches, options)
-            self._survey, self._example = surveyed(model, self._batches, options)
-            self._circuits = Circuits(model, self._survey.analysis, self._example)
+            self._survey, self._example, also = surveyed(model, self._batches, options)
+            self._circuits = Circuits(model, self._survey.analysis, self._example, also)
             self._unread = self._without_normal_form()
         graphs_alike(ranks, self._survey.analysis.trace, signature(self._example))
         alike(ranks, "the survey", lambda: _surveyed(self._survey, self._unread), _ONE_SHAPE)
@@ -75,22 +75,22 @@ class Run:
         self._share(job)
         with self._team.together("the plan"):
             plan = self._plan(job)
-            proof = Proof(job, self._example)
+            proof = Proof(self._setting(job), self._example)
         alike(self._team, "the plan", lambda: _planned(plan), "report this, and prune in one process")
         with all_or_nothing() as undo:
             with self._team.together("the surgery"):
                 _write(self._model, job, plan, undo, options.optimizer)
-            verified, certificates = self._verified(proof)
+            evidence = self._verified(proof, plan)
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
             # Inside, so that Ctrl-C here does not leave a pruned model without a result.
             gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
             cost = self._survey.cost(plan)
             cost = replace(cost, params=cost.params + gained)
-            layers = tuple(self._layer(job, name, certificates[name]) for name in job.counts)
+            layers = tuple(self._layer(job, name, evidence.certificates[name]) for name in job.counts)
             curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
             rows = (*self._survey.frozen, *frozen)
-            return Result(self._model, plan, layers, cost, rows, verified, options.described(), curves)
+            return Result(self._model, plan, layers, cost, rows, evidence, options.described(), curves)
 
     def _without_normal_form(self) -> dict[str, str]:
         """Hidden dimensions that are read in a way calibration does not understand, with the reason."""
@@ -185,18 +185,24 @@ class Run:
             tensors[f"{path}.bias"] = TensorLayout((len(job.edits.biases[number]),), axes)
         return Plan(job.kept, replace(structure, tensors=tensors, biases=tuple(job.gained)))
 
-    def _verified(self, proof: Proof) -> tuple[float, dict[str, float]]:
-        with self._team.together("the proof"):
-            error, limit, certificates = proof.compare(self._model)
-            if not error <= limit:
-                guilty = next((name for name, e in certificates.items() if not e <= limit), "unknown")
-                raise SurgeryError(
-                    f"removing units does not equal masking them (relative error {error:.1e}, hidden dimension "
-                    f"{guilty!r} first): the model is as it was; pass skip=[{guilty!r}] and report this"
-                )
-        return error, certificates
+    def _setting(self, job: Job) -> Setting:
+        return Setting(
+            self._model, self._survey.analysis, self._circuits, job.readers, job.edits, job.kept, job.tensors
+        )
 
-    def _layer(self, job: Job, name: str, certificate: float) -> Layer:
+    def _verified(self, proof: Proof, plan: Plan) -> Evidence:
+        with self._team.together("the proof"):
+            evidence = proof.compare(self._model, plan)
+            if not evidence.error <= evidence.limit:
+                limits = ((name, e) for name, e in evidence.certificates.items() if e is not None)
+                guilty = next((name for name, e in limits if not e <= evidence.limit), "unknown")
+                raise SurgeryError(
+                    f"removing units does not equal masking them (relative error {evidence.error:.1e}, hidden "
+                    f"dimension {guilty!r} first): the model is as it was; pass skip=[{guilty!r}] and report this"
+                )
+        return evidence
+
+    def _layer(self, job: Job, name: str, certificate: float | None) -> Layer:
         dimension = next(d for d in self._survey.dimensions if d.name == name)
         selection = job.selections[name]
         error, before = job.errors(name)
@@ -241,13 +247,6 @@ def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.
     remove_(model, plan, undo, optimizer)
     for path, number in job.gained.items():
         bias = model.get_submodule(path).bias
-        layout = plan.structure.tensors[f"{path}.bias"]
-        small = _kept_part(job.edits.biases[number], layout, plan)
+        small = kept_part(f"{path}.bias", job.edits.biases[number], plan)
         assert isinstance(bias, torch.Tensor)  # noqa: S101  # surgery has just put it there
         bias.data = small.to(bias)
-
-
-def _kept_part(value: torch.Tensor, layout: TensorLayout, plan: Plan) -> torch.Tensor:
-    for axis, extent in layout.axes.items():
-        value = value.index_select(axis, torch.nonzero(kept_mask(extent, plan.kept)).flatten().to(value.device))
-    return value

@@ -18,7 +18,7 @@ from ispasp.calibrate.readers import Reader, read
 from ispasp.calibrate.sources import Lockstep, OutOfMemory, Rerun, Source
 from ispasp.compensate.refit import Refit, gather, refit
 from ispasp.compensate.rescale import rescaled
-from ispasp.compensate.slots import Slot, slot
+from ispasp.compensate.slots import Slot
 from ispasp.errors import IspaspError
 from ispasp.graph.analyse import owner
 from ispasp.graph.tails import scale
@@ -61,7 +61,7 @@ class _Walk:
             return  # nothing is pruned yet, so there is nothing to make good for
         note = ""
         if job.compensate:
-            where = self._over(reader, lambda ps: slot(reader, next(ps).circuit, job.model, job.tensors))
+            where = job.slot(reader)
             if where.weight:
                 self._compensate(reader, where)
                 return
@@ -138,7 +138,7 @@ def _as_it_is(job: Job, reader: Reader, passage: Passage) -> tuple[tuple[float, 
     """
     node, note = passage.circuit.contractions[reader.number], ""
     factors = {name: job.factors[name] for name in sorted(reader.names) if job.factors.get(name)}
-    where = slot(reader, passage.circuit, job.model, job.tensors) if factors else Slot()
+    where = job.slot(reader) if factors else Slot()
     job.edits.tensors.pop(where.weight, None)  # of a try that ran out of memory: no factor may count twice
     whole, cut = passage.value(node, cut=False), passage.value(node)
     linear = _without_bias(whole, passage.arguments(reader.number), output_dim(node))

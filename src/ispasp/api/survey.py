@@ -15,6 +15,7 @@ from ispasp.graph.cost import CostModel, cost_model, unit_cost
 from ispasp.graph.trace import Batch
 from ispasp.report import Column, render
 from ispasp.surgery import attributes
+from ispasp.surgery.stir import telling
 from ispasp.surgery.trial import Trial
 from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension
 from ispasp.types.keep import units_to_keep
@@ -117,12 +118,25 @@ def survey(
     >>> [str(row) for row in found.frozen]
     ['2: reaches the model output']
     """
+    return survey_kinds(model, batch, (), scope=scope, kinds=kinds, check=check)
+
+
+def survey_kinds(
+    model: nn.Module,
+    batch: Batch,
+    also: Sequence[Batch],
+    *,
+    scope: str = "blocks",
+    kinds: Collection[str] = KINDS,
+    check: bool = True,
+) -> Survey:
+    """`survey` of a model that gets several kinds of batches: what only some of them reach is frozen."""
     if scope not in ("blocks", "all"):
         raise InputError(f"scope={scope!r}: choose 'blocks' (as the paper) or 'all' (residual streams too)")
     unknown = set(kinds) - set(KINDS)
     if unknown:
         raise InputError(f"kinds has {sorted(unknown)}: choose from {list(KINDS)}")
-    analysis = analyse(model, batch)
+    analysis = analyse(model, batch, also)
     frozen = [FrozenAxis(name, reason.text, reason.node) for name, reason in analysis.frozen]
     reasons = {found.name: _left_out(found, scope, kinds) for found in analysis.found}
     frozen += [FrozenAxis(name, why) for name, why in reasons.items() if why]
@@ -131,7 +145,8 @@ def survey(
     structure = _structure(model, analysis, chosen)
     if check:
         trial = Trial(model, batch, analysis, structure)
-        trial.run()
+        with telling(model):
+            trial.run()
         frozen += [FrozenAxis(name, why) for name, why in trial.refused.items()]
         chosen = [found for found in chosen if found.name not in trial.refused]
         analysis = analysis.naming(chosen)
@@ -167,13 +182,14 @@ def _structure(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) ->
         if axes:
             tensors[name] = TensorLayout(tuple(full_length(analysis.extent(a)) for a in value.axes), axes)
     found = {}
-    for parameter, name, axis in analysis.tracker.sizes:
+    for parameter, name, axis in (size for walk in analysis.walks for size in walk.sizes):
         module, extent = owner(parameter), analysis.extent(axis)
         if names_in(extent) and attributes.read(model.get_submodule(module), name) == full_length(extent):
             found[module, name] = Attribute(module, name, extent)
     for item in _attention_heads(model, analysis, chosen):
         found[item.module, item.name] = item
-    norms = tuple(WeightNorm(v, g, dim) for v, g, dim in dict.fromkeys(analysis.tracker.weight_norms))
+    weight_norms = dict.fromkeys(row for walk in analysis.walks for row in walk.weight_norms)
+    norms = tuple(WeightNorm(v, g, dim) for v, g, dim in weight_norms)
     units = {item.name: item.atom.size for item in chosen}
     return Structure(type(model).__name__, units, tensors, tuple(found.values()), norms)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from ispasp.calibrate.circuit import Circuit, Edits, Values, bytes_in, copied, execute, mutates
 from ispasp.calibrate.forms import Arguments, named_arguments
@@ -44,7 +45,9 @@ class Passage:
         self._batch = batch
         self._probed: Mapping[int, str] = {}
         self.probes: dict[int, tuple[Tensor, Tensor]] = {}
-        self._numbers = {node: number for number, node in circuit.contractions.items()}
+        self._numbers: dict[fx.Node, list[int]] = {}  # a bilinear form is two contractions in one node
+        for number, node in circuit.contractions.items():
+            self._numbers.setdefault(node, []).append(number)
         self._twin = twin
         self._slicing = slicing
         self.fixed = circuit.parameters(tensors)
@@ -80,8 +83,7 @@ class Passage:
         return both
 
     def _is_edited(self, node: fx.Node) -> bool:
-        number = self._numbers.get(node)
-        if number is not None and (number in self._edits.cuts or number in self._edits.biases):
+        if any(n in self._edits.cuts or n in self._edits.biases for n in self._numbers.get(node, ())):
             return True
         return any(self._name(n) in self._edits.tensors for n in node.all_input_nodes if n.op == "placeholder")
 
@@ -119,6 +121,16 @@ class Passage:
         values = self._ahead(node, dense=dense)
         args, kwargs = self._fetch(node, values, edited=not dense)
         return named_arguments(node, args, kwargs)
+
+    def magnitude(self, number: int) -> float:
+        """Norm of what a contraction would return if nothing cancelled: rounding errors are relative to that."""
+        node = self.circuit.contractions[number]
+        given = self.arguments(number)
+        for each in self._numbers[node]:
+            _cut(node, given, self._edits.cuts.get(each, []), slicing=False)
+        given = pytree.tree_map_only(Tensor, Tensor.abs, given)
+        y = _call(node, given)
+        return float(torch.where(torch.isfinite(y), y, torch.zeros_like(y)).double().norm())
 
     def value(self, node: fx.Node, *, dense: bool = False, cut: bool = True) -> Any:
         """What a node returns; with `cut=False` a contraction in the pruned network still reads everything."""
@@ -171,16 +183,17 @@ class Passage:
 
     def _run(self, node: fx.Node, values: Values, *, edited: bool, cut: bool = True) -> Any:
         args, kwargs = self._fetch(node, values, edited=edited)
-        number = self._numbers.get(node)
-        if not edited or number is None or not self._touches(number):
+        numbers = [number for number in self._numbers.get(node, ()) if self._touches(number)]
+        if not edited or not numbers:
             return execute(self.circuit.trace.module, node, args, kwargs)
         given = named_arguments(node, args, kwargs)
-        if number in self._probed:
-            self._add_zero(number, given)
-        if cut:
-            _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
-        if number in self._edits.biases:
-            given["bias"] = self._edits.biases[number].to(given["weight"])
+        for number in numbers:
+            if number in self._probed:
+                self._add_zero(number, given)
+            if cut:
+                _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
+            if number in self._edits.biases:
+                given["bias"] = self._edits.biases[number].to(given["weight"])
         return _call(node, given)
 
     def _touches(self, number: int) -> bool:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 from torch import fx, nn
 
 import ispasp.graph.rules  # noqa: F401  # fills the table of rules
-from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, freeze_atom, new_axis, resolve
+from ispasp.errors import TraceError
+from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, freeze, freeze_atom, new_axis, resolve
 from ispasp.graph.trace import Batch, Trace, trace
 from ispasp.graph.track import Tracker
 from ispasp.graph.values import Contraction, Value
 from ispasp.types.layout import Extent
+
+_BY_MODE = re.compile(r"\bif\b.*\btraining\b")
+_TRAINING_ONLY = "is used in training only: it is cut to fit what it reads, and loses no units of its own"
+_NEVER = "is not used by the example call: it stays as it is"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +46,14 @@ class Analysis:
     found: tuple[Found, ...]
     frozen: tuple[tuple[str, Reason], ...]
     names: Mapping[Atom, str] = field(default_factory=dict)
+    others: tuple[Tracker, ...] = ()  # walks of other kinds of batches, over the same axes of parameters
+    training: Tracker | None = None  # the walk in training mode, where that may differ and can be traced
+    by_mode: bool = False  # whether the training path may differ
+
+    @property
+    def walks(self) -> tuple[Tracker, ...]:
+        """Every walk that shares these axes."""
+        return (self.tracker, *self.others, *([self.training] if self.training else []))
 
     def naming(self, chosen: Iterable[Found]) -> Analysis:
         """The same analysis in which only these hidden dimensions have names; all other axes count as whole."""
@@ -49,23 +67,41 @@ class Analysis:
         )
 
 
-def analyse(model: nn.Module, batch: Batch) -> Analysis:
-    """Trace the model, track its axes and collect hidden dimensions and what is frozen."""
-    tracker = tracked(model, trace(model, batch))
-    traced, tensors = tracker.trace, tracker.tensors
-    _choose_factors(tracker, tensors)
+def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analysis:
+    """Trace the model, track its axes and collect hidden dimensions and what is frozen.
+
+    `also` are batches of other kinds: all traces share the axes of the parameters, so what one of them freezes or ties
+    holds for all. The training path is tracked as well where it may differ from the one in eval mode.
+    """
+    everything = _values(model)
+    tracker = tracked(trace(model, batch), everything)
+    others = tuple(tracked(trace(model, each), everything) for each in also)
+    by_mode = _may_differ_in_training(model, everything, (tracker, *others))
+    training = _in_training(model, batch, everything) if by_mode else None
+    walks = (tracker, *others, *([training] if training else []))
+    tensors = _used(everything, walks)
+    for other in others:
+        freeze_unmatched(tracker, other)
+    _choose_factors(walks, tensors)
     found = _collect(tracker)
-    return Analysis(traced, tracker, tensors, found, _frozen(tracker, tensors)).naming(found)
+    frozen = (*_frozen(tracker, tensors), *_unreached(model, everything, (tracker, *others), training))
+    known = Analysis(tracker.trace, tracker, tensors, found, frozen, {}, others, training, by_mode)
+    return known.naming(found)
 
 
-def tracked(model: nn.Module, traced: Trace) -> Tracker:
-    """Walk a trace of the model with fresh axes."""
-    tracker = Tracker(traced, _tensors(model, {source.name for source in traced.sources.values()}))
+def tracked(traced: Trace, tensors: Mapping[str, Value]) -> Tracker:
+    """Walk a trace with these axes of the model's parameters and buffers."""
+    tracker = Tracker(traced, tensors)
     tracker.walk()
     return tracker
 
 
-def _tensors(model: nn.Module, used: set[str]) -> dict[str, Value]:
+def retracked(model: nn.Module, traced: Trace) -> Tracker:
+    """Walk a trace of the model with fresh axes."""
+    return tracked(traced, _values(model))
+
+
+def _values(model: nn.Module) -> dict[str, Value]:
     """Fresh axes for every parameter and buffer; tensors known under several names share them."""
     values: dict[str, Value] = {}
     by_identity: dict[int, Value] = {}
@@ -75,23 +111,107 @@ def _tensors(model: nn.Module, used: set[str]) -> dict[str, Value]:
             axes = tuple(new_axis(size) for size in tensor.shape)
             by_identity[id(tensor)] = Value(axes, frozenset([name]))
         values[name] = by_identity[id(tensor)]
-    seen = {id(values[name]) for name in used if name in values}
+    return values
+
+
+def _used(values: Mapping[str, Value], walks: Iterable[Tracker]) -> dict[str, Value]:
+    """The parameters and buffers that some walk reads, under all their names."""
+    names = {name for walk in walks for name in walk.trace.read}
+    seen = {id(values[name]) for name in names if name in values}
     return {name: value for name, value in values.items() if id(value) in seen}
 
 
-def _every_axis(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterable[Axis]:
+# Other ways through the model ---------------------------------------------------------------------------------------
+
+
+def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
+    """The contractions of one walk found again in another: the n-th use of the same parameters in the same way."""
+    again: dict[Any, list[fx.Node]] = {}
+    for contraction in other.contractions:
+        again.setdefault(_key(contraction), []).append(contraction.node)
+    count = Counter(_key(contraction) for contraction in main.contractions)
+    found: dict[int, fx.Node] = {}
+    for number, contraction in enumerate(main.contractions):
+        nodes = again.get(_key(contraction), [])
+        if len(nodes) == count[_key(contraction)]:  # else nobody can tell which use is which
+            found[number] = nodes[sum(n in found.values() for n in nodes)]
+    return found
+
+
+def _key(contraction: Contraction) -> Any:
+    return contraction.parameters, contraction.kind, contraction.data, contraction.dims, str(contraction.node.target)
+
+
+def freeze_unmatched(main: Tracker, other: Tracker) -> None:
+    """Freeze what is read where only one of two walks goes: statistics and masks are the first walk's."""
+    both = matches(main, other)
+    alike = set(both.values())
+    only = [c for n, c in enumerate(main.contractions) if n not in both]
+    only += [c for c in other.contractions if c.node not in alike]
+    for contraction in only:
+        where = ", ".join(_paths(contraction))
+        for axis in contraction.contracted:
+            freeze(axis, Reason(f"is read by {where} for some kinds of batches only", contraction.node.name))
+
+
+def _may_differ_in_training(model: nn.Module, tensors: Mapping[str, Value], walks: Sequence[Tracker]) -> bool:
+    """Whether there are parameters that eval mode never reads, or code that asks for the mode."""
+    classes = {type(module) for module in model.modules()}
+    return len(_used(tensors, walks)) < len(tensors) or any(_asks_for_training(cls) for cls in classes)
+
+
+def _in_training(model: nn.Module, batch: Batch, tensors: Mapping[str, Value]) -> Tracker | None:
+    """The walk of the training path, if it can be traced; if not, surgery is tried in training mode all the same."""
+    try:
+        return tracked(trace(model, batch, training=True), tensors)
+    except TraceError:
+        return None
+
+
+@cache
+def _asks_for_training(cls: Any) -> bool:
+    """Whether the code of a module decides by its training mode; torch's own layers keep their axes in either."""
+    if cls.__module__.startswith("torch.nn."):
+        return False
+    try:
+        lines = inspect.getsource(cls).splitlines()
+    except (OSError, TypeError):
+        return True
+    return any(_BY_MODE.search(line) and "checkpoint" not in line for line in lines)
+
+
+def _unreached(
+    model: nn.Module, tensors: Mapping[str, Value], walks: Sequence[Tracker], training: Tracker | None
+) -> list[tuple[str, Reason]]:
+    """Modules none of whose parameters the traces in eval mode read, the outermost of each."""
+    reached = _used(tensors, walks)
+    trained = _used(tensors, [training]) if training else {}
+    left: dict[str, Reason] = {}
+    for name, _ in model.named_parameters():
+        if name in reached:
+            continue
+        parts = owner(name).split(".")
+        paths = [".".join(parts[: k + 1]) for k in range(len(parts))]
+        path = next((p for p in paths if not any(n.startswith(f"{p}.") for n in reached)), owner(name)) or name
+        why = _TRAINING_ONLY if name in trained else _NEVER
+        left.setdefault(path, Reason(why))
+    return list(left.items())
+
+
+def _every_axis(walks: Iterable[Tracker], tensors: Mapping[str, Value]) -> Iterable[Axis]:
     for value in tensors.values():
         yield from value.axes
-    for contraction in tracker.contractions:
-        yield from (*contraction.contracted, *contraction.made)
-    for node, value in tracker.values.items():
-        if node.op == "call_function" and isinstance(value, Value):
-            yield from value.axes
+    for tracker in walks:
+        for contraction in tracker.contractions:
+            yield from (*contraction.contracted, *contraction.made)
+        for node, value in tracker.values.items():
+            if node.op == "call_function" and isinstance(value, Value):
+                yield from value.axes
 
 
-def _choose_factors(tracker: Tracker, tensors: Mapping[str, Value]) -> None:
+def _choose_factors(walks: Sequence[Tracker], tensors: Mapping[str, Value]) -> None:
     """Of a product only one factor may lose units: heads before others, then the one with the most units."""
-    axes = list(_every_axis(tracker, tensors))
+    axes = list(_every_axis(walks, tensors))
     for axis in axes:
         resolve(axis)  # may freeze concatenations inside products
     for axis in axes:

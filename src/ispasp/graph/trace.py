@@ -42,6 +42,11 @@ class Trace:
         """The ATen graph."""
         return self.module.graph
 
+    @property
+    def read(self) -> set[str]:
+        """Names of the parameters, buffers and constants that some op reads."""
+        return {self.sources[node.name].name for node in self.graph.find_nodes(op="placeholder") if node.users}
+
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is handed to a model: (args, kwargs).
@@ -80,8 +85,8 @@ def run(model: nn.Module, batch: Batch) -> Any:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; every module's own mode is restored.
+def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Eval mode (or training mode) and no gradients; every module's own mode is restored.
 
     Under autocast it keeps no converted weights: surgery puts others into the same parameters.
     """
@@ -91,19 +96,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
         with torch.no_grad():
-            model.eval()
+            model.train(training)
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for module, training in modes:
-            module.training = training
+        for module, mode in modes:
+            module.training = mode
 
 
-def trace(model: nn.Module, batch: Batch) -> Trace:
-    """Trace one call of the model (eval mode, no gradients, non-strict)."""
+def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
+    """Trace one call of the model (eval mode unless `training`, no gradients, non-strict)."""
     args, kwargs = fresh_arguments(batch)
     # Tracing puts fake tensors into the model for a while: Ctrl-C must not leave them there.
-    with uninterrupted(), evaluating(model), _quiet(), torch.random.fork_rng(devices=[]):
+    with uninterrupted(), evaluating(model, training=training), _quiet(), torch.random.fork_rng(devices=[]):
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as first:

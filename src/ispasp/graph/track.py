@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
 class Tracker:
     """The state of one walk: a value for every node, and the contractions met on the way."""
 
-    def __init__(self, trace: Trace, tensors: dict[str, Value]) -> None:
+    def __init__(self, trace: Trace, tensors: Mapping[str, Value]) -> None:
         """Start with the parameters' and buffers' axes, keyed by name."""
         self.trace = trace
         self.tensors = tensors

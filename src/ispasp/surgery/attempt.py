@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.graph.trace import Batch
+from ispasp.graph.trace import Batch, evaluating, run
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.verify import output_of
 
@@ -50,6 +50,21 @@ def _again(model: nn.Module, batch: Batch) -> list[Tensor] | Failure:
             return output_of(model, batch)
         except Exception as error:
             return Failure(error, tuple(stack))
+
+
+def trains(model: nn.Module, batch: Batch) -> bool:
+    """Whether the model runs in training mode; buffers that change on the way are put back."""
+    before = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    try:
+        with evaluating(model, training=True), torch.random.fork_rng(devices=[]):
+            run(model, batch)
+    except Exception:
+        return False
+    finally:
+        with torch.no_grad():
+            for buffer, value in before.items():
+                buffer.copy_(value)
+    return True
 
 
 def shapes_of(model: nn.Module, batch: Batch) -> dict[str, list[list[Shape]]]:

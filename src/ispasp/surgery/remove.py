@@ -129,6 +129,12 @@ def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
     return small.contiguous()
 
 
+def kept_part(name: str, value: Tensor, plan: Plan) -> Tensor:
+    """What the plan leaves of a dense tensor."""
+    layout = plan.structure.tensors.get(name)
+    return value if layout is None else _cut(value, layout, plan)
+
+
 def _set_parameter(
     parameter: nn.Parameter,
     small: Tensor,

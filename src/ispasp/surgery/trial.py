@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
-from ispasp.surgery.attempt import Failure, Shape, attempt, shapes_of
+from ispasp.surgery.attempt import Failure, Shape, attempt, shapes_of, trains
 from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.remove import Undo, remove_
@@ -50,6 +50,7 @@ class Trial:
         for _ in range(_MOST_ROUNDS):
             names = [name for name in self.structure.units if name not in self.refused]
             if all(self._passes(part) for part in (names, names[::2], names[1::2]) if part):
+                self._try_training(names)
                 return
         left = [name for name in self.structure.units if name not in self.refused]
         self.refused.update(dict.fromkeys(left, f"no way to remove it was found in {_MOST_ROUNDS} trials"))
@@ -63,6 +64,21 @@ class Trial:
         if error > limit:
             self._correct_difference(names, error)
         return error <= limit
+
+    def _try_training(self, names: list[str]) -> None:
+        """Where training takes another way, refuse the dimensions with which the dense model's training would end."""
+        if not self.analysis.by_mode or not trains(self.model, self.batch):
+            return
+        guilty = self._bisect(names, self._fails_in_training)
+        self.refused.update(dict.fromkeys(guilty, "the forward in training mode fails with fewer units"))
+
+    def _fails_in_training(self, names: list[str]) -> bool:
+        undo = Undo()
+        try:
+            remove_(self.model, Plan(self._half(names), self.structure), undo)
+            return not trains(self.model, self.batch)
+        finally:
+            undo.run()
 
     def _half(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """About half of the units of each dimension, at random.
@@ -172,24 +188,24 @@ class Trial:
 
     def _error(self, outcome: Sequence[Tensor], kept: Kept) -> tuple[float, float]:
         expected = masked_output(self.analysis, self.model, self.batch, kept)
-        return relative_error(outcome, expected), tolerance(expected)
+        return relative_error(outcome, expected), tolerance(self.analysis.trace)
 
     def _correct_difference(self, names: list[str], error: float) -> None:
         """Find the guilty dimensions; a number that the forward reads may be wrong without making it fail."""
-        guilty = self._bisect(names) or [self._last_straw(names)]
+        guilty = self._bisect(names, self._is_wrong) or [self._last_straw(names)]
         for name in guilty[:_MOST_CORRECTED]:
             if self._corrected(name, names):
                 return
         why = f"removing its units does not equal masking them (relative error {error:.1e})"
         self.refused.update(dict.fromkeys(guilty, why))
 
-    def _bisect(self, names: list[str]) -> list[str]:
-        if not self._is_wrong(names):
+    def _bisect(self, names: list[str], wrong: Callable[[list[str]], bool]) -> list[str]:
+        if not names or not wrong(names):
             return []
         if len(names) == 1:
             return names
         half = len(names) // 2
-        return [*self._bisect(names[:half]), *self._bisect(names[half:])]
+        return [*self._bisect(names[:half], wrong), *self._bisect(names[half:], wrong)]
 
     def _last_straw(self, names: list[str]) -> str:
         """Where only a combination is wrong: the dimension with which it becomes so, taking one after the other."""
