@@ -156,7 +156,7 @@ def freeze_unmatched(main: Tracker, other: Tracker) -> None:
 
 def _may_differ_in_training(model: nn.Module, tensors: Mapping[str, Value], walks: Sequence[Tracker]) -> bool:
     """Whether there are parameters that eval mode never reads, or code that asks for the mode."""
-    classes = {type(module) for module in model.modules()}
+    classes: set[Any] = {type(module) for module in model.modules()}
     return len(_used(tensors, walks)) < len(tensors) or any(_asks_for_training(cls) for cls in classes)
 
 
