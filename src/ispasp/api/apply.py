@@ -14,6 +14,7 @@ from ispasp.calibrate.readers import readers
 from ispasp.calibrate.traces import Circuits
 from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
+from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.attempt import Failure, attempt
 from ispasp.surgery.masking import masked_output
@@ -46,10 +47,22 @@ def apply_(
         raise InputError(
             f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)"
         )
-    if batch is None:
-        with all_or_nothing() as undo:
-            remove_(model, plan, undo, optimizer)
-        return model
+    with one_at_a_time():
+        if batch is None:
+            with all_or_nothing() as undo:
+                remove_(model, plan, undo, optimizer)
+        else:
+            _apply_and_verify(model, plan, batch, optimizer, checked_by)
+    return model
+
+
+def _apply_and_verify(
+    model: nn.Module,
+    plan: Plan,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    checked_by: Survey | None,
+) -> None:
     analysis = (
         checked_by.analysis if checked_by is not None else survey(model, batch, scope="all", check=False).analysis
     )
@@ -61,7 +74,6 @@ def apply_(
         if what:
             undo.run()
             raise SurgeryError(_guilty(model, plan, batch, analysis, what))
-    return model
 
 
 def _setting(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> Setting:
@@ -79,7 +91,7 @@ def _what_is_wrong(model: nn.Module, plan: Plan, batch: Batch, proof: Proof) -> 
     if not evidence.error <= evidence.limit:
         return f"relative error {evidence.error:.1e}"
     for name, why in evidence.unproved.items():
-        warnings.warn(f"{name}: not proved that removing equals masking: {why}", stacklevel=3)
+        warnings.warn(f"{name}: not proved that removing equals masking: {why}", stacklevel=4)
     return ""
 
 

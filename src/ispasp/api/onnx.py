@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,12 @@ from torch.utils import _pytree as pytree
 
 from ispasp.errors import ExportError, InputError, IspaspError, MissingExtraError
 from ispasp.files.writing import workspace
+from ispasp.graph.process import one_at_a_time, quiet
 from ispasp.graph.trace import Batch, call_arguments, evaluating
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.verify import output_of, relative_error
 
+_TALKATIVE = ("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime")  # packages whose result is checked anyway
 _LIMIT = 2**31 - 2**20  # protobuf ends at 2 GiB: weights beyond that go to a file beside the model
 
 
@@ -56,7 +55,7 @@ def export_onnx(
     twice = _doubled(batch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with workspace(path.parent) as fresh, _quiet():
+        with workspace(path.parent) as fresh, one_at_a_time(), quiet(*_TALKATIVE):
             made = fresh / path.name
             error = None if twice is None else _try_dynamic(model, batch, twice, made, opset, tolerance)
             if error is None:
@@ -134,7 +133,7 @@ def _export(
 ) -> float:
     args, kwargs = call_arguments(batch)
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    with evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model):
         torch.onnx.export(
             model,
             args,
@@ -162,16 +161,3 @@ def _run(session: Any, batch: Batch) -> list[Tensor]:
             f"the ONNX model has inputs {names}, the batch has {len(inputs)} tensors: leave out unused ones"
         )
     return [torch.from_numpy(array) for array in session.run(None, dict(zip(names, inputs, strict=True)))]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings and no log lines: the exporter is talkative, and its result is checked."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ispasp.api.run import Run
 from ispasp.calibrate.alike import SAME_OPTIONS, alike
 from ispasp.calibrate.team import Team, team
 from ispasp.errors import InputError
+from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import evaluating
 from ispasp.integrations.offload import materialised
 
@@ -74,7 +75,9 @@ def _started(model: nn.Module, batches: Iterable[Any], keep: Any, options: Mappi
             if not isinstance(model, nn.Module):
                 raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
             chosen = Options(keep, **options)  # wrong options are told before a large model is copied
-            model = copied(model) if copy else model
+            if copy:
+                with one_at_a_time():  # not while another thread has fake tensors in this very model
+                    model = copied(model)
         alike(ranks, "the options of prune", chosen.deciding, SAME_OPTIONS)
         return _prune_(model, batches, chosen, ranks)
 
@@ -88,16 +91,8 @@ def _timeout(options: Mapping[str, Any]) -> float:
 def _prune_(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team) -> Result:
     if options.finetune_between is not None:
         return pruned_between(model, batches, options, ranks, _prune_)
-    with ExitStack() as stack:
+    with one_at_a_time(), ExitStack() as stack:
         with ranks.together("the loading of offloaded weights"):
             stack.enter_context(materialised(model))
-        stack.enter_context(_rng_restored())
         stack.enter_context(evaluating(model))
         return Run(model, batches, options, ranks).result()
-
-
-@contextmanager
-def _rng_restored() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield

@@ -12,6 +12,7 @@ from ispasp.errors import InputError, NothingToPruneError
 from ispasp.graph.analyse import Analysis, Found, analyse, owner
 from ispasp.graph.atoms import resolve
 from ispasp.graph.cost import CostModel, cost_model, unit_cost
+from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch
 from ispasp.report import Column, render
 from ispasp.surgery import attributes
@@ -136,6 +137,13 @@ def survey_kinds(
     unknown = set(kinds) - set(KINDS)
     if unknown:
         raise InputError(f"kinds has {sorted(unknown)}: choose from {list(KINDS)}")
+    with one_at_a_time():
+        return _survey(model, batch, also, scope, kinds, check=check)
+
+
+def _survey(
+    model: nn.Module, batch: Batch, also: Sequence[Batch], scope: str, kinds: Collection[str], *, check: bool
+) -> Survey:
     analysis = analyse(model, batch, also)
     frozen = [FrozenAxis(name, reason.text, reason.node) for name, reason in analysis.frozen]
     reasons = {found.name: _left_out(found, scope, kinds) for found in analysis.found}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import logging
-import warnings
+import functools
+import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ispasp.errors import TraceError
 from ispasp.graph.interrupts import uninterrupted
+from ispasp.graph.process import one_at_a_time, quiet
 
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
@@ -108,7 +108,7 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     """Trace one call of the model (eval mode unless `training`, no gradients, non-strict)."""
     args, kwargs = fresh_arguments(batch)
     # Tracing puts fake tensors into the model for a while: Ctrl-C must not leave them there.
-    with uninterrupted(), evaluating(model, training=training), _quiet(), torch.random.fork_rng(devices=[]):
+    with one_at_a_time(), uninterrupted(), evaluating(model, training=training), _silent(model):
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as first:
@@ -129,23 +129,42 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
 
 
+class _DependsOnDataError(Exception):
+    """Stands for torch's own error, with which torch.export prints the graph so far to the terminal."""
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings, and no graph dumped to the terminal when a model cannot be traced."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+def _silent(model: nn.Module) -> Iterator[None]:
+    """No warnings and log lines, and no graph printed when a model cannot be traced.
+
+    Errors about data-dependent values get another type, at the one place that all of them pass.
+    """
+    forward, own = model.forward, "forward" in vars(model)
+
+    @functools.wraps(forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "data-dependent" not in str(error):
+                raise
+            raise _DependsOnDataError(str(error)) from error
+
+    model.forward = guarded
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with quiet("torch"):
             yield
     finally:
-        logging.disable(before)
+        if own:
+            model.forward = forward
+        else:
+            del model.forward
 
 
 def _second_try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], first: Exception) -> Any:
     # `if mask.any():` and the like depend on data: let the example batch decide them.
     try:
-        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True), _parameters_copied():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception:
         reason = str(first).strip().splitlines()
@@ -153,6 +172,27 @@ def _second_try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             f"torch.export cannot trace {type(model).__name__}: {reason[0] if reason else type(first).__name__}. "
             "Check that model(batch) runs, and that its forward does not branch on the values of tensors"
         ) from first
+
+
+@contextmanager
+def _parameters_copied() -> Iterator[None]:
+    """Let torch copy the values of parameters beside their fake tensors, too.
+
+    It does so for plain tensors only (PyTorch 2.13); branches then go by whatever lies in fresh memory.
+    """
+    utils: Any = importlib.import_module("torch._subclasses.meta_utils")
+    before = getattr(utils, "_safe_copy", None)
+
+    def copy(dst: Tensor, src: Tensor | None) -> None:
+        if type(src) in (Tensor, nn.Parameter):
+            dst.copy_(src.detach())  # type: ignore[union-attr]
+
+    utils._safe_copy = copy
+    try:
+        yield
+    finally:
+        if before is not None:
+            utils._safe_copy = before
 
 
 def placeholders(trace: Trace, model: nn.Module, batch: Batch) -> dict[str, Any]:
