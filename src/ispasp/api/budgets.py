@@ -68,5 +68,5 @@ def budget_widths(job: Job, curves: Mapping[str, Curve], budget: Budget, round_t
         return budget.count(job.survey.costs, widths) + sum(kept_length(extent, kept) for extent in gained)
 
     counts = allocate(curves, count, limit, round_to=round_to)
-    shared = job.team.same({name: torch.tensor(count) for name, count in counts.items()})
+    shared = job.team.same({name: torch.tensor(count, device="cpu") for name, count in counts.items()})
     return {name: int(count) for name, count in shared.items() if int(count) < job.units[name]}

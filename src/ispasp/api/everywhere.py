@@ -24,7 +24,7 @@ def ranked_together(job: Job, found: Mapping[str, Statistics]) -> dict[str, Sele
             f"method {job.selector.name!r} does not score units one by one, and order='global' ranks scores: choose "
             "'taylor', 'topk', 'l1', 'l2', 'fpgm' or 'slimming', or another order"
         )
-    scores = {name: torch.tensor(choice.scores, dtype=torch.float64) for name, choice in choices.items()}
+    scores = {name: torch.tensor(choice.scores, dtype=torch.float64, device="cpu") for name, choice in choices.items()}
     scores = {name: s / s.norm() if float(s.norm()) > 0 else s for name, s in scores.items()}
     scores = job.team.same(scores)
     best = {name: int(descending(s)[0]) for name, s in scores.items()}  # none may vanish

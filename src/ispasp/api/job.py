@@ -97,7 +97,7 @@ class Job:
             selection = self.selector.select(total, self.counts[name])
         except IspaspError as error:
             raise type(error)(f"hidden dimension {name!r}: {error}") from error
-        kept = self.team.same({"kept": torch.tensor(selection.kept)})["kept"]
+        kept = self.team.same({"kept": torch.tensor(selection.kept, device="cpu")})["kept"]
         if tuple(kept.tolist()) != selection.kept:  # other hardware may round otherwise: rank 0 decides
             selection = Selection(tuple(kept.tolist()))
         if self.compensate is None:

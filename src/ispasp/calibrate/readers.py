@@ -65,7 +65,7 @@ class Reader:
 
     def labels(self, name: str, x: Tensor) -> Tensor:
         """Which unit of a hidden dimension each entry of the activations belongs to, -1 for none; shaped as x."""
-        found = torch.full((1,) * x.ndim, -1)
+        found = torch.full((1,) * x.ndim, -1, device="cpu")
         for dim, extent in self.extents:
             if name in names_in(extent):
                 shape = [1] * x.ndim
@@ -83,9 +83,9 @@ def units_along(extent: Extent, name: str) -> Tensor:
     parts = []
     for segment in extent:
         inside = any(n == name for n, _ in segment)
-        index = torch.zeros(1, dtype=torch.long) if inside else torch.full((1,), -1)
+        index = torch.full((1,), 0 if inside else -1, device="cpu")
         for n, size in segment:
-            step = torch.arange(size) if n == name else torch.zeros(size, dtype=torch.long)
+            step = torch.arange(size, device="cpu") if n == name else torch.zeros(size, dtype=torch.long, device="cpu")
             index = (index[:, None] + step[None, :]).flatten()
         parts.append(index)
     return torch.cat(parts)

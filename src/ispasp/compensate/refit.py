@@ -112,7 +112,7 @@ def _note(fit: Fit, where: Slot) -> str:
 def _kept(reader: Reader, edits: Edits, consumer: Consumer) -> Tensor:
     """Channels of the consumer that stay."""
     if reader.number not in edits.cuts:
-        return torch.arange(consumer.channels)
+        return torch.arange(consumer.channels, device="cpu")
     ((_, _, mask),) = edits.cuts[reader.number]
     return torch.nonzero(mask).flatten()
 

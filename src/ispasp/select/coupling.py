@@ -152,6 +152,6 @@ def _classes(geometry: Geometry, axis: int, total: Tensor, W: Tensor) -> tuple[T
     source = geometry.sources(axis, size, kernel)  # (kernel, out)
     inside, class_of = torch.unique(source >= 0, dim=1, return_inverse=True)
     u, r = torch.nonzero(source >= 0, as_tuple=True)
-    fold = torch.zeros(kernel, inside.shape[1], size, dtype=torch.float64)
-    fold.index_put_((u, class_of[r], source[u, r]), torch.ones(len(u), dtype=torch.float64), accumulate=True)
+    fold = torch.zeros(kernel, inside.shape[1], size, dtype=torch.float64, device=source.device)
+    fold.index_put_((u, class_of[r], source[u, r]), fold.new_ones(len(u)), accumulate=True)
     return inside.double().to(total.device), fold.to(total.device)

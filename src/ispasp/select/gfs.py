@@ -123,7 +123,7 @@ def greedy_forward(
 
     def added(kept: Tensor, tried: Tensor, step: int) -> Tensor:
         masks = kept.float().repeat(len(tried), 1)
-        masks[torch.arange(len(tried)), tried] = 1.0
+        masks[torch.arange(len(tried), device=masks.device), tried] = 1.0
         return loss(masks, step)
 
     return grow(units, keep, added, candidates, seed).selection()
@@ -141,13 +141,13 @@ def grow(units: int, keep: float | int, loss: AddLoss, candidates: int | None = 
     """
     _check_options(candidates, seed)
     s = units_to_keep(keep, units)
-    generator = torch.Generator().manual_seed(int(seed))
-    S = torch.zeros(units, dtype=torch.bool)
+    generator = torch.Generator("cpu").manual_seed(int(seed))
+    S = torch.zeros(units, dtype=torch.bool, device="cpu")
     order, losses = [], []
     for step in range(s):
         tried = torch.nonzero(~S).flatten()
         if candidates is not None and candidates < len(tried):
-            tried = tried[torch.randperm(len(tried), generator=generator)[:candidates]].sort().values
+            tried = tried[torch.randperm(len(tried), generator=generator, device="cpu")[:candidates]].sort().values
         values = _checked(loss(S.clone(), tried, step), len(tried), step)
         best = int(descending(-values)[0])
         S[tried[best]] = True

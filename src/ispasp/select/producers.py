@@ -23,7 +23,7 @@ def checked_producers(statistics: Statistics, method: str) -> tuple[Producer, ..
             "pass Statistics(units, readings, producers=(Producer(weight),))"
         )
     n = statistics.units
-    made = torch.zeros(n, dtype=torch.bool)
+    made = torch.zeros(n, dtype=torch.bool, device="cpu")
     for number, producer in enumerate(statistics.producers):
         unit_of = producer.unit_of().cpu()
         last = int(unit_of.max())

@@ -45,6 +45,6 @@ class Random(Selector):
         (0, 1, 2, 3)
         """
         s = units_to_keep(keep, statistics.units)
-        generator = torch.Generator().manual_seed(int(self.seed))
-        kept = torch.randperm(statistics.units, generator=generator)[:s]
+        generator = torch.Generator("cpu").manual_seed(int(self.seed))
+        kept = torch.randperm(statistics.units, generator=generator, device="cpu")[:s]
         return Evidence(statistics).selection([sorted(kept.tolist())], converged=True)

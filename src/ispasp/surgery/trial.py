@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
-from ispasp.surgery.attempt import Failure, Shape, attempt, shapes_of, trains
+from ispasp.surgery.attempt import Failure, Frame, Shape, attempt, shapes_of, trains
 from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.remove import Undo, remove_
@@ -86,7 +86,7 @@ class Trial:
         Dimensions of equal size keep different numbers, and none in proportion to another, so that a forward that
         reads the size of one for another is found out. Larger ones stay multiples of four: some kernels want that.
         """
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         kept: dict[str, tuple[int, ...]] = {}
         used: dict[int, set[int]] = {}
         for number, name in enumerate(names):
@@ -154,28 +154,45 @@ class Trial:
         return bool(harmful)
 
     def _give_up(self, failure: Failure, names: Sequence[str]) -> None:
-        """Refuse the dimensions of the innermost module that has any and fails with them alone, and of its class."""
-        text = (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
+        """Refuse the dimensions of the innermost module that has any and fails with them alone, and of its class.
+
+        A dimension that only waits for a correction, which could not be found as long as another one fails, gets it.
+        """
         for frame in reversed(failure.stack):
             if is_builtin(frame.module):
                 continue
             inside = [name for name in names if self._is_inside(name, frame.path)]
-            guilty = inside if len(inside) < 2 else [n for n in inside if isinstance(self._try([n]), Failure)]
-            if not guilty:
-                continue
-            cls = type(frame.module)
-            if not cls.__module__.startswith("torch.nn"):  # the same code fails elsewhere, too
-                own = {name.removeprefix(frame.path) for name in guilty}
-                paths = [path for path, module in self.model.named_modules() if type(module) is cls]
-                guilty = [
-                    name
-                    for name in names
-                    if name in guilty or any(name == path + rest for path in paths for rest in own)
-                ]
-            where = f"{frame.path or 'the model'} ({cls.__name__})"
-            self.refused.update(dict.fromkeys(guilty, f"the forward of {where} fails with fewer units: {text}"[:300]))
-            return
-        self.refused.update(dict.fromkeys(names, f"the model fails with fewer units: {text}"[:300]))
+            known = len(self.structure.attributes)
+            alone = {name: failure if len(inside) < 2 else self._fails_alone(name) for name in inside}
+            guilty = {name: f"fails with fewer units: {_text(found)}" for name, found in alone.items() if found}
+            if guilty:
+                self._refuse(guilty, names, frame)
+            if guilty or len(self.structure.attributes) > known:
+                return
+        text = f"the model fails with fewer units: {_text(failure)}"[:300]
+        self.refused.update(dict.fromkeys(names, text))
+
+    def _refuse(self, guilty: dict[str, str], names: Sequence[str], frame: Frame) -> None:
+        """Refuse dimensions, and those at the same place in other modules of the same class: they run the same code."""
+        cls = type(frame.module)
+        where = f"the forward of {frame.path or 'the model'} ({cls.__name__})"
+        same = () if cls.__module__.startswith("torch.nn") else self.model.named_modules()
+        for path, module in same:
+            if type(module) is cls:
+                more = {path + name.removeprefix(frame.path): why for name, why in guilty.items()}
+                guilty = {**{name: why for name, why in more.items() if name in names}, **guilty}
+        self.refused.update({name: f"{where} {why}"[:300] for name, why in guilty.items()})
+
+    def _fails_alone(self, name: str) -> Failure | None:
+        """How the forward fails without units of this dimension alone; a correction that helps is taken over."""
+        found: list[Attribute] = []
+
+        def look(failure: Failure, names: Sequence[str]) -> Callable[[], None]:
+            found.extend(search(failure, self.structure, self._half(names), self._dense))
+            return lambda: None
+
+        outcome = self._try([name], look)
+        return outcome if isinstance(outcome, Failure) and not self._adopt(found, [name]) else None
 
     def _is_inside(self, name: str, path: str) -> bool:
         prefix = f"{path}." if path else ""
@@ -241,6 +258,10 @@ class Trial:
                 return True
         self.structure = before
         return False
+
+
+def _text(failure: Failure) -> str:
+    return (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
 
 
 def _within(path: str, outer: str) -> bool:

@@ -104,7 +104,7 @@ def _sorted_logs(H: Tensor) -> tuple[Tensor, Tensor]:
     """log i and log |mu(H)|_(i) over the non-zero rows, largest first, i = 1, 2, ..."""
     h = as_moment(H).abs()
     h = h[h > 0].sort(descending=True).values
-    return torch.arange(1, len(h) + 1, dtype=torch.float64).log(), h.log()
+    return torch.arange(1, len(h) + 1, dtype=torch.float64, device=h.device).log(), h.log()
 
 
 def _log_magnitude(logs: tuple[Tensor, Tensor], a: float) -> float:

@@ -183,12 +183,13 @@ def _outer(W: Tensor, G: Tensor, r: int) -> Interval:
 
 def _sampled(G: Tensor, r: int, samples: int, seed: int) -> Interval:
     n, k = len(G), min(_REFINED, len(G))
-    T = torch.rand(samples, n, generator=torch.Generator().manual_seed(seed)).topk(r, dim=1).indices
+    generator = torch.Generator("cpu").manual_seed(seed)
+    T = torch.rand(samples, n, generator=generator, dtype=torch.float32, device="cpu").topk(r, dim=1).indices
     near, low, high = _gershgorin(G, r)
     T = torch.cat([T, near[low.topk(k, largest=False).indices], near[high.topk(k).indices]])
     low, high = _ends(G, T)
     shift = torch.linalg.matrix_norm(G, 1)  # >= lambda_max, so that shift I - G is positive semidefinite
-    narrow = _refined(shift * torch.eye(n, dtype=G.dtype) - G, T[low.topk(k, largest=False).indices])
+    narrow = _refined(shift * torch.eye(n, dtype=G.dtype, device=G.device) - G, T[low.topk(k, largest=False).indices])
     wide = _refined(G, T[high.topk(k).indices])
     low, high = _ends(G, torch.cat([T, narrow, wide]))
     return float(low.min()), float(high.max())
@@ -198,6 +199,6 @@ def _refined(B: Tensor, T: Tensor) -> Tensor:
     """Move each support to the r largest entries of B x, x the top eigenvector of B on it; it never gets worse."""
     for _ in range(_ROUNDS):
         x = torch.linalg.eigh(B[T[:, :, None], T[:, None, :]]).eigenvectors[:, :, -1]  # (k, r)
-        X = torch.zeros(len(T), len(B), dtype=B.dtype).scatter_(1, T, x)
+        X = torch.zeros(len(T), len(B), dtype=B.dtype, device=B.device).scatter_(1, T, x)
         T = (X @ B).abs().topk(T.shape[1], dim=1).indices
     return T

@@ -41,7 +41,7 @@ class Checkpoint:
         parts = {"model": self.model, "optimizer": self.optimizer}
         tensors = {f"{part}/{name}": _plain(t) for part, named in parts.items() for name, t in named.items()}
         tensors |= {f"loader/{number}": _plain(t) for number, t in enumerate(self.loader)}
-        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64, device="cpu")
         scores = list(self.scores.items())  # JSON has no whole numbers as keys
         about = {"step": self.step, "settings": self.settings, "scaler": self.scaler, "scores": scores}
         fresh = folder / f".{FILE}.new"

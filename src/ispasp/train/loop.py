@@ -175,9 +175,9 @@ class _Loop:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
         accelerator = self.accelerator
-        here = torch.tensor(float(sum(n for _, n in group)), device=accelerator.device)
+        here = torch.tensor(float(sum(n for _, n in group)), dtype=torch.float32, device=accelerator.device)
         examples = float(accelerator.reduce(here, "sum"))
-        total = torch.zeros((), device=accelerator.device)
+        total = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         self.stepper.zero_grad()
         for number, (batch, count) in enumerate(group):
             last = number + 1 == len(group)

@@ -74,7 +74,7 @@ class Objective:
             _check_labelled(batch)
         inputs = self.input_of(batch)
         output = run(model, inputs)
-        value = torch.zeros(()) if alone else _scalar(self._task(output, batch))
+        value = torch.zeros((), device="cpu") if alone else _scalar(self._task(output, batch))
         if self.teacher is not None:
             with torch.no_grad(), precision():
                 target = run(self.teacher.model, inputs)

@@ -118,7 +118,7 @@ class Geometry:
         """
         stride, dilation = self._along(self.stride, axis, 1), self._along(self.dilation, axis, 1)
         before, after = self.pads(axis, kernel)
-        u = torch.arange(kernel)[:, None] * dilation
+        u = torch.arange(kernel, device="cpu")[:, None] * dilation
         if self.transposed:
             out = (size - 1) * stride - before - after + dilation * (kernel - 1)
             out += self._along(self.output_padding, axis, 0) + 1
@@ -126,11 +126,11 @@ class Geometry:
             out = (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
         self._check_size(size, out, max(before, after), f"kernel of {kernel} (dilation {dilation}, padding {before})")
         if self.transposed:
-            x = torch.arange(out)[None, :] + before - u
+            x = torch.arange(out, device="cpu")[None, :] + before - u
             source = torch.div(x, stride, rounding_mode="floor")
             inside = (x % stride == 0) & (source >= 0) & (source < size)
             return torch.where(inside, source, -1)
-        x = torch.arange(out)[None, :] * stride + u - before
+        x = torch.arange(out, device="cpu")[None, :] * stride + u - before
         return self._fold_back(x, size)
 
     def _check_size(self, size: int, out: int, pad: int, kernel: str) -> None:

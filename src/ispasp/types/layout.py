@@ -47,11 +47,11 @@ def kept_mask(extent: Extent, kept: Kept) -> Tensor:
     """
     parts = []
     for segment in extent:
-        mask = torch.ones(1, dtype=torch.bool)
+        mask = torch.ones(1, dtype=torch.bool, device="cpu")
         for name, size in segment:
-            factor = torch.ones(size, dtype=torch.bool)
+            factor = torch.ones(size, dtype=torch.bool, device="cpu")
             if name is not None and name in kept:
-                factor = torch.zeros(size, dtype=torch.bool)
+                factor = torch.zeros(size, dtype=torch.bool, device="cpu")
                 factor[list(kept[name])] = True
             mask = (mask[:, None] & factor[None, :]).flatten()
         parts.append(mask)
