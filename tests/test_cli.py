@@ -241,7 +241,7 @@ WRONG = {
     "no tokenizer": (["prune", "nets.py:tiny", "--data", "nets.py"], "text needs a tokenizer"),
     "no weights": (["survey", "nets.py:tiny", "--weights", "w.pt"], "no weights at w.pt"),
     "pretrained file": (["survey", "nets.py:tiny", "--weights", "pretrained"], "--weights pretrained is for"),
-    "not a pruned folder": (["finetune", "nowhere", *DATA], "nowhere has no plan.json"),
+    "not a pruned folder": (["finetune", "nowhere", *DATA], "nowhere holds no pruned model"),
     "unknown optimizer": (["finetune", "ours", *DATA, "--optimizer", "lion"], "choose sgd or adamw"),
     "demo": (["demo", "--keep", "1.5"], "keep=1.5"),
     "no --data": (["prune", "nets.py:tiny"], "Missing option '--data': see `ispasp prune --help`"),

@@ -18,12 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from ispasp.api.finetune import FinetuneResult, finetune
 from ispasp.errors import InputError, SaveError
+from ispasp.files.reading import digest
 from ispasp.train import AdamW, Recipe, Sgd, Teacher, checkpoint
 
 FILE = "finetune.safetensors"
@@ -283,18 +285,18 @@ def test_tied_and_unsaved_tensors_are_restored(tmp_path: Path) -> None:
 
 def test_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained(LOADERS["own generator"](), None)
-    real, writes = checkpoint.save_file, 0
+    real, writes = checkpoint.write_tensors, 0
 
-    def dying(tensors: Any, path: Path, metadata: Any) -> None:
+    def dying(path: Path, tensors: Any, metadata: Any) -> None:
         nonlocal writes
         writes += 1
-        real(tensors, path, metadata)
+        real(path, tensors, metadata)
         if writes == 4:
             path.write_bytes(path.read_bytes()[:100])
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", dying)
+        patch.setattr(checkpoint, "write_tensors", dying)
         with pytest.raises(KeyboardInterrupt):
             trained(LOADERS["own generator"](), tmp_path)
     model, result = trained(LOADERS["own generator"](), tmp_path)
@@ -307,7 +309,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(SaveError, match="cannot write a checkpoint to .*No space left"):
         trained(LOADERS["list"](), tmp_path)
 
@@ -360,14 +362,16 @@ def test_a_checkpoint_of_another_model_or_loader_is_refused(tmp_path: Path) -> N
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"something else")
-    with pytest.raises(SaveError, match="cannot be read.*delete it to start anew"):
+    with pytest.raises(SaveError, match="is damaged.*delete it to start anew"):
         trained(LOADERS["list"](), tmp_path)
-    checkpoint.save_file({"a": torch.ones(1)}, tmp_path / FILE)
+    save_file({"a": torch.ones(1)}, tmp_path / FILE)
     with pytest.raises(SaveError, match="not a checkpoint of this version"):
         trained(LOADERS["list"](), tmp_path)
     for about in ("{", "[]", '{"step": 2}'):
+        losses = {"losses": torch.ones(1)}
         metadata = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "about": about}
-        checkpoint.save_file({"losses": torch.ones(1)}, tmp_path / FILE, metadata)
+        metadata["sha256"] = digest(losses, about)
+        save_file(losses, tmp_path / FILE, metadata)
         with pytest.raises(SaveError, match="is damaged: .*delete it to start anew"):
             trained(LOADERS["list"](), tmp_path)
 

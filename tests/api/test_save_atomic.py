@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.api.files import digest
 from ispasp.api.load import load, saved_plan
 from ispasp.api.save import save
 from ispasp.errors import SaveError
+from ispasp.files.reading import digest
 from ispasp.types.plan import Plan
 from support.forge import read
 from support.killing import killed

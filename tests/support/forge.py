@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ispasp.api.files import digest
 from ispasp.api.stored import _checksum
+from ispasp.files.reading import digest
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
 

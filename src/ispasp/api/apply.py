@@ -18,7 +18,7 @@ from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.attempt import Failure, attempt
 from ispasp.surgery.masking import masked_output
-from ispasp.surgery.remove import all_or_nothing, remove_
+from ispasp.surgery.remove import all_or_nothing, fitting, remove_
 from ispasp.surgery.verify import relative_error, tolerance
 from ispasp.types.plan import Plan
 
@@ -49,7 +49,7 @@ def apply_(
         )
     with one_at_a_time():
         if batch is None:
-            with all_or_nothing() as undo:
+            with fitting(model), all_or_nothing() as undo:
                 remove_(model, plan, undo, optimizer)
         else:
             _apply_and_verify(model, plan, batch, optimizer, checked_by)
@@ -66,10 +66,11 @@ def _apply_and_verify(
     analysis = (
         checked_by.analysis if checked_by is not None else survey(model, batch, scope="all", check=False).analysis
     )
-    with evaluating(model):
+    with fitting(model), evaluating(model):
         proof = Proof(_setting(model, plan, batch, analysis), batch)
     with all_or_nothing() as undo:
-        remove_(model, plan, undo, optimizer)
+        with fitting(model):
+            remove_(model, plan, undo, optimizer)
         what = _what_is_wrong(model, plan, batch, proof)
         if what:
             undo.run()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 PLAN, CONFIG, GENERATION, WEIGHTS = "plan.json", "config.json", "generation_config.json", "model.safetensors"
 FILES = (PLAN, CONFIG, GENERATION, WEIGHTS)
@@ -25,13 +23,3 @@ def slots(model: nn.Module) -> Iterator[tuple[str, Slot, bool]]:
             for key, tensor in table.items():
                 if tensor is not None:
                     yield prefix + key, (table, key), key not in module._non_persistent_buffers_set
-
-
-def digest(tensors: Mapping[str, Tensor], about: str) -> str:
-    """Checksum of tensors (names, dtypes, shapes, bytes) and of what is said about them."""
-    sha = hashlib.sha256(about.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return sha.hexdigest()

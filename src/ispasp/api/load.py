@@ -17,7 +17,7 @@ from ispasp.api.stored import Stored, stored
 from ispasp.errors import InputError, MissingExtraError, SaveError
 from ispasp.files.reading import folder_path, is_regular, opened
 from ispasp.files.text import parsed
-from ispasp.surgery.remove import Undo, all_or_nothing, remove_, set_data
+from ispasp.surgery.remove import Undo, all_or_nothing, fitting, remove_, set_data
 from ispasp.types.plan import Plan
 
 _WIDER = 8  # a file may take this many times the bytes of the dense model: float64 of what is a byte there
@@ -53,7 +53,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
         tensors = file.tensors(_WIDER * _bytes(model) + _TOLD)
         saved.check(tensors, folder)
         with all_or_nothing() as undo:
-            remove_(model, saved.plan, undo)
+            with fitting(model):
+                remove_(model, saved.plan, undo)
             _fill(model, saved, tensors, undo, folder)
     return model
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ispasp.api.proof import Evidence
+from ispasp.errors import visible
 from ispasp.report import Column, render
 from ispasp.types.dimension import Cost, FrozenAxis
 from ispasp.types.plan import Plan
@@ -106,4 +107,4 @@ class Result:
         notes = [f"  {layer.name}: {note}" for layer in self.layers for note in layer.notes]
         lines += ["notes:", *notes] if notes else []
         lines += ["frozen:", *(f"  {row}" for row in self.frozen)] if self.frozen else []
-        return "\n".join(lines)
+        return visible("\n".join(lines))

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ispasp.api.files import CONFIG, FORMAT, GENERATION, PLAN, WEIGHTS, digest
+from ispasp.api.files import CONFIG, FORMAT, GENERATION, PLAN, WEIGHTS
 from ispasp.errors import PlanError, SaveError
-from ispasp.files.reading import TensorFile, is_regular, read_bytes
+from ispasp.files.reading import TensorFile, digest, is_regular, read_bytes
 from ispasp.files.text import parsed
 from ispasp.types.plan import Plan
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ispasp.errors import InputError, NothingToPruneError
+from ispasp.errors import InputError, NothingToPruneError, visible
 from ispasp.graph.analyse import Analysis, Found, analyse, owner
 from ispasp.graph.atoms import resolve
 from ispasp.graph.cost import CostModel, cost_model, unit_cost
@@ -95,7 +95,7 @@ class Survey:
         title = f"{self.structure.model}: {cost.dense_params:,} parameters, {cost.dense_macs:,} MACs for one example"
         table = render(title, columns, [vars(d) for d in self.dimensions])
         frozen = "\n".join(f"  {row}" for row in self.frozen)
-        return f"{table}\nfrozen:\n{frozen}" if frozen else table
+        return visible(f"{table}\nfrozen:\n{frozen}" if frozen else table)
 
 
 def _short(names: tuple[str, ...]) -> str:

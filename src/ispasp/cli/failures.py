@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ispasp.errors import IspaspError
+from ispasp.errors import IspaspError, visible
 
 DEBUG = "ISPASP_DEBUG"
 
 
 def one_line(error: Exception) -> str:
-    """The error as one line; empty if all has been said already.
+    """The error as one line of characters that print; empty if all has been said already.
 
     >>> from ispasp.errors import InputError
     >>> one_line(InputError("keep=2.0:\\npass less"))
@@ -20,6 +20,10 @@ def one_line(error: Exception) -> str:
     >>> one_line(FileExistsError(17, "File exists", "results"))
     'results: File exists: check that this path can be written, is what it should be, and that the disk is not full'
     """
+    return visible(_line(error))
+
+
+def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if is_usage(error):
         return _usage(error)

@@ -12,7 +12,7 @@ import typer
 
 from ispasp.api.files import FILES
 from ispasp.cli.sources import Loaded, Wanted, is_saved, load_data, runs, sizes
-from ispasp.errors import InputError
+from ispasp.errors import InputError, visible
 
 DATA, WHAT = "Data", "What to prune"
 
@@ -143,4 +143,4 @@ def wanted(input_size: str, size: int | None, key: str, length: int) -> Wanted:
 def warn(warnings: Sequence[str]) -> None:
     """Say what must not be overlooked, on standard error."""
     for text in warnings:
-        typer.secho(f"WARNING: {text}", err=True, fg=typer.colors.YELLOW, bold=True)
+        typer.secho(f"WARNING: {visible(text)}", err=True, fg=typer.colors.YELLOW, bold=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -41,6 +43,14 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):  # a name that is too long, or that holds a null byte
         return False
+
+
+def memory() -> int:
+    """Bytes of this machine's memory; where it cannot be asked, more than any file has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # pragma: no cover  # Windows
+        return 2**63
 
 
 def read_bytes(path: Path, limit: int = LIMIT) -> bytes:
@@ -113,3 +123,13 @@ def readable(path: Path) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:_REASON] or type(error).__name__
         raise SaveError(f"{path} is damaged or cut short ({reason}): copy or save it again") from None
+
+
+def digest(tensors: Mapping[str, Tensor], about: str) -> str:
+    """Checksum of tensors (names, dtypes, shapes, bytes) and of what is said about them."""
+    sha = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ispasp.errors import visible
 from ispasp.report import html_svg as svg
 from ispasp.report.html_style import CSS
 
@@ -46,7 +47,7 @@ def html(result: Mapping[str, Any], curves: Curves | None = None) -> str:
         _frozen(result.get("frozen", ())),
         _settings(result),
     ]
-    return (
+    return visible(  # names may hold what a terminal or an editor obeys
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ispasp.errors import visible
+
 _WIDTH = 240  # tables take what their cells need: module paths are long, and a cut one is of no use
 
 
@@ -36,15 +38,19 @@ def render(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, An
     │ fc1   │    64 │
     └───────┴───────┘
     """
-    table = Table(title=title, caption=note or None, caption_justify="left")
+    table = Table(title=visible(title), caption=visible(note) or None, caption_justify="left")
     for column in columns:
         numeric = all(isinstance(row.get(column.key), (int, float, type(None))) for row in rows)
         table.add_column(column.title, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         cells = (row.get(column.key) for column in columns)
-        table.add_row(*("-" if v is None else c.write(v) for c, v in zip(columns, cells, strict=True)))
-    # Names and notes are the user's: what looks like markup in them is text.
+        table.add_row(*("-" if v is None else _cell(c.write(v)) for c, v in zip(columns, cells, strict=True)))
+    # Names and notes are the user's: what looks like markup in them is text, and what a terminal would obey is escaped.
     console = Console(width=_WIDTH, force_terminal=False, color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")
+
+
+def _cell(text: str) -> str:
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")

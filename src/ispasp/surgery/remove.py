@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.errors import PlanError
+from ispasp.errors import IspaspError, PlanError
 from ispasp.graph.analyse import owner
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.surgery import attributes
 from ispasp.surgery.attention import SlimMultiheadAttention, slim
 from ispasp.surgery.modules import own_sizes
-from ispasp.types.layout import full_length, kept_length, kept_mask, names_in
+from ispasp.types.layout import Extent, full_length, kept_length, kept_mask, names_in
 from ispasp.types.plan import Plan, TensorLayout
 
 
@@ -46,6 +46,20 @@ def all_or_nothing() -> Iterator[Undo]:
         with uninterrupted():
             undo.run()
         raise
+
+
+@contextmanager
+def fitting(model: nn.Module) -> Iterator[None]:
+    """A plan from anywhere may name what a model has not: whatever comes of it inside is a `PlanError`."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, (IspaspError, torch.OutOfMemoryError)):
+            raise
+        raise PlanError(
+            f"the plan does not fit {type(model).__name__} ({type(error).__name__}: {str(error)[:200]}): build the "
+            "dense model that it was made for"
+        ) from error
 
 
 @torch.no_grad()
@@ -82,6 +96,8 @@ def _add_biases(model: nn.Module, plan: Plan, undo: Undo) -> None:
             raise PlanError(f"{path!r} ({type(module).__name__}) cannot hold a bias: build the model of the plan")
         if module._parameters["bias"] is None:
             outputs = plan.structure.tensors[f"{path}.bias"].shape
+            if outputs != (getattr(module, "out_features", getattr(module, "out_channels", None)),):
+                raise PlanError(f"{path!r} cannot hold a bias of shape {outputs}: build the model of the plan")
             undo(lambda module=module: module._parameters.__setitem__("bias", None))  # type: ignore[misc]
             module.bias = nn.Parameter(weight.new_zeros(outputs), requires_grad=weight.requires_grad)
 
@@ -90,7 +106,7 @@ def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:
     """Tensors that lose something, checked against the model."""
     found: dict[str, TensorLayout] = {}
     for name, layout in plan.structure.tensors.items():
-        if not any(names_in(extent) & set(plan.kept) for extent in layout.axes.values()):
+        if not any(_loses(extent, plan) for extent in layout.axes.values()):
             continue
         module, leaf = _holder(model, name)
         tensor = getattr(module, leaf, None)
@@ -108,6 +124,10 @@ def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:
     return found
 
 
+def _loses(extent: Extent, plan: Plan) -> bool:
+    return any(name in plan.kept for name in names_in(extent))
+
+
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     try:
@@ -121,7 +141,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
     small = tensor.detach()
     for axis, extent in layout.axes.items():
-        if names_in(extent) & set(plan.kept):
+        if _loses(extent, plan):
             positions = torch.nonzero(kept_mask(extent, plan.kept)).flatten()
             small = small.index_select(axis, positions.to(small.device))
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
@@ -206,7 +226,7 @@ def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], und
             _swap(model, module, heads.get(path, module.num_heads), undo)
     for attribute in plan.structure.attributes:
         module = model.get_submodule(attribute.module)
-        if not names_in(attribute.extent) & set(plan.kept) or isinstance(module, SlimMultiheadAttention):
+        if not _loses(attribute.extent, plan) or isinstance(module, SlimMultiheadAttention):
             continue
         found, expected = attributes.read(module, attribute.name), full_length(attribute.extent)
         if found != expected:

@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ispasp.errors import InputError, SaveError
+from ispasp.files.reading import TensorFile, digest, opened
+from ispasp.files.text import parsed
+from ispasp.files.writing import make_folder, publish, write_tensors
 
 FILE = "finetune.safetensors"
-FORMAT, VERSION = "ispasp-finetune", "1"
+FORMAT, VERSION, _FIRST = "ispasp-finetune", "2", "1"  # the first version had no checksum
+_STATES = 16  # a checkpoint may take this many times the bytes of the model: optimizers remember in float32
+_BESIDE = 2**27  # bytes of names, metadata and generators
+_MEMORY = {"SGD": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}  # of optimizers for a parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,47 +48,71 @@ class Checkpoint:
         tensors |= {f"loader/{number}": _plain(t) for number, t in enumerate(self.loader)}
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64, device="cpu")
         scores = list(self.scores.items())  # JSON has no whole numbers as keys
-        about = {"step": self.step, "settings": self.settings, "scaler": self.scaler, "scores": scores}
+        about = json.dumps({"step": self.step, "settings": self.settings, "scaler": self.scaler, "scores": scores})
+        told = {"format": FORMAT, "version": VERSION, "about": about, "sha256": digest(tensors, about)}
         fresh = folder / f".{FILE}.new"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, fresh, {"format": FORMAT, "version": VERSION, "about": json.dumps(about)})
-            with fresh.open("rb+") as file:
-                os.fsync(file)  # else a loss of power may leave the new name with nothing behind it
-            fresh.replace(folder / FILE)
+            make_folder(folder)
+            write_tensors(fresh, tensors, told)
+            publish(fresh, folder / FILE)
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             raise SaveError(f"cannot write a checkpoint to {folder}: {error}") from error
 
 
-def read(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint in a folder; None where there is none, an error where it is of a run with other settings."""
+def read(folder: Path, settings: Mapping[str, Any], steps: int, model: nn.Module) -> Checkpoint | None:
+    """The checkpoint in a folder; None where there is none, an error where it is of a run with other settings.
+
+    `steps`: how many the whole run has. A file that is much larger than the model explains is not read.
+    """
     path = folder / FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
+    limit = _STATES * sum(t.nbytes for t in model_tensors(model).values()) + 8 * steps + _BESIDE
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"{path} cannot be read: {error}; delete it to start anew") from error
-    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-        raise SaveError(f"{path} is not a checkpoint of this version of ispasp: choose another folder")
-    try:
-        about = json.loads(metadata["about"])
-        found = Checkpoint(
-            about["step"],
-            about["settings"],
-            _part(tensors, "model/"),
-            _part(tensors, "optimizer/"),
-            [tensors[f"loader/{number}"] for number in range(len(_part(tensors, "loader/")))],
-            tensors["losses"].tolist(),
-            about["scaler"],
-            dict(about["scores"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise SaveError(f"{path} is damaged: {error!r}; delete it to start anew") from error
+        with opened(path) as file:
+            found = _parsed(file, path, limit)
+    except SaveError as error:
+        raise SaveError(f"{error}; delete it to start anew") from None
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise SaveError(f"{path} is damaged: {error!r:.200}; delete it to start anew") from None
     _check_same(path, found.settings, settings)
+    if not found.step <= steps:
+        raise SaveError(f"{path} is of step {found.step}, the run has {steps}: delete it to start anew")
     return found
+
+
+def _parsed(file: TensorFile, path: Path, limit: int) -> Checkpoint:
+    told = file.metadata
+    if told.get("format") != FORMAT or told.get("version") not in (VERSION, _FIRST):
+        raise SaveError(f"{path} is not a checkpoint of this version of ispasp: choose another folder")
+    tensors = file.tensors(limit)
+    if told["version"] == VERSION and told.get("sha256") != digest(tensors, told["about"]):
+        raise SaveError(f"{path} has been changed (checksums differ): restore it")
+    about, losses = parsed(told["about"]), tensors["losses"]
+    step = about["step"]
+    if type(step) is not int or step < 0 or losses.dtype != torch.float64 or losses.shape != (step,):
+        raise ValueError(f"{losses.numel()} losses of step {step!r:.80}")
+    if not isinstance(about["settings"], dict):
+        raise TypeError(f"its settings are a {type(about['settings']).__name__}")
+    for name in tensors:
+        if name != "losses" and not name.startswith(("model/", "optimizer/", "loader/")):
+            raise ValueError(f"a tensor {name!r:.80}")
+    return Checkpoint(
+        step,
+        about["settings"],
+        _part(tensors, "model/"),
+        _part(tensors, "optimizer/"),
+        [tensors[f"loader/{number}"] for number in range(len(_part(tensors, "loader/")))],
+        losses.tolist(),
+        {str(name): float(value) for name, value in about["scaler"].items()},
+        {_step(number, step): float(score) for number, score in about["scores"]},
+    )
+
+
+def _step(value: Any, last: int) -> int:
+    if type(value) is not int or not 0 < value <= last:
+        raise ValueError(f"a score of step {value!r:.80}")
+    return value
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -95,8 +124,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copy the saved tensors into a model of the same shape."""
+def check_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Refuse saved tensors of a model with other names, shapes or dtypes."""
     tensors = model_tensors(model)
     for name in sorted({*tensors, *saved}):
         here, there = (_described(t.get(name)) for t in (tensors, saved))
@@ -105,9 +134,13 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
                 f"{name!r} is {here} in the model and {there} in the checkpoint: pass "
                 "the model as it was when the run began (pruned in the same way), or another folder"
             )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[name])
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Copy the saved tensors into a model of the same shape."""
+    for name, tensor in model_tensors(model).items():
+        tensor.copy_(saved[name])
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -135,14 +168,22 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tens
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in saved.items():
-        number, key = name.split("/", 1)
-        if int(number) >= len(shapes) or tensor.shape not in (shapes[int(number)], ()):  # (): a count of steps
-            raise InputError(
-                "the checkpoint is of a run that trained other parameters of the model: set requires_grad as it was "
-                "then, or pass another folder"
-            )
-        state.setdefault(int(number), {})[key] = tensor
+        number, _, key = name.partition("/")
+        place = int(number) if number.isdecimal() and len(number) < 10 else len(shapes)
+        if place >= len(shapes) or tensor.shape != (() if key == "step" else shapes[place]):
+            raise _others()
+        state.setdefault(place, {})[key] = tensor
+    known = _MEMORY.get(type(optimizer).__name__)
+    if known is not None and any(memory.keys() != known for memory in state.values()):
+        raise _others()
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _others() -> InputError:
+    return InputError(
+        "the checkpoint is of a run that trained other parameters of the model: set requires_grad as it was then, or "
+        "pass another folder"
+    )
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -161,6 +202,6 @@ def _check_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -
     for name in {**there, **here}:
         if there.get(name) != here.get(name):
             raise InputError(
-                f"{path} is of a run with {name}={there.get(name)!r}, this one has {name}={here.get(name)!r}: pass "
-                "another folder, or delete the file to start anew"
+                f"{path} is of a run with {name}={there.get(name)!r:.200}, this one has {name}={here.get(name)!r}: "
+                "pass another folder, or delete the file to start anew"
             )

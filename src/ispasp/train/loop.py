@@ -90,15 +90,18 @@ def train(run: Run, model: nn.Module, loader: Any) -> Trained:
         optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         settings = run.settings(order.batches, accelerator.mixed_precision)
         with ranks.together("the reading of the checkpoint"):
-            found = files.read(run.folder, settings) if run.folder is not None else None
+            found = None
+        if run.folder is not None:
+            found = files.read(run.folder, settings, run.steps(order.batches), model)
         # The first process writes only when all have read.
         agreed(accelerator, found.step if found else -1, f"steps in the checkpoint of {run.folder} (-1: none)")
         if found is not None:
-            files.restore_model(model, found.model)
+            files.check_model(model, found.model)
             files.restore_optimizer(optimizer, found.optimizer)
-            order.resume(found.loader)
             if accelerator.scaler is not None:
                 accelerator.scaler.load_state_dict(dict(found.scaler))
+            order.resume(found.loader)
+            files.restore_model(model, found.model)  # last: a checkpoint that does not fit leaves it as it was
         whole = stack.enter_context(wrapped(accelerator, model))
         loop = _Loop(run, accelerator, model, whole, optimizer, order, settings)
         if found is not None:

@@ -80,6 +80,13 @@ class Order:
                 f"the checkpoint knows {len(states)} generators of the loader, this loader has "
                 f"{len(self._generators)}: build it as in the interrupted run"
             )
+        try:
+            for generator, state in zip(self._generators, states, strict=True):
+                torch.Generator(generator.device).set_state(state)  # on trial, so that all are set or none
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the checkpoint holds no state of this loader's generators ({error}): delete it to start anew"
+            ) from error
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ispasp.errors import PlanError
-from ispasp.types.layout import Extent, full_length, names_in
+from ispasp.files.text import parsed
+from ispasp.types.layout import Extent, full_length
 
 FORMAT, VERSION = "ispasp-plan", 1
+_LARGEST = 2**63 - 1  # of sizes
+_FACTORS = 64  # of one product; a tensor has no more axes than that
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Plan:
                 )
             if list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= units:
                 raise PlanError(
-                    f"kept units of {name!r} must be different, ascending and in 0..{units - 1}, not {list(kept)[:8]}"
+                    f"kept units of {name!r} must be different, ascending and in 0..{units - 1}, not {list(kept)[:8]}: "
+                    "sort them"
                 )
 
     def to_json(self) -> str:
@@ -110,7 +114,7 @@ class Plan:
         )
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str | bytes) -> Plan:
         """Read a plan, checking everything it says.
 
         >>> Plan.from_json('{"format": "ispasp-plan", "version": 2}')
@@ -118,56 +122,78 @@ class Plan:
         ...
         ispasp.errors.PlanError: plan version 2; this ispasp reads version 1: update ispasp
         """
+        if not isinstance(text, (str, bytes)):
+            raise PlanError(f"a plan as a {type(text).__name__}: pass the text of a plan.json")
         try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, TypeError, RecursionError) as error:
-            raise PlanError(f"this is not JSON ({error}): pass the text of a plan.json") from error
+            data = parsed(text)
+        except ValueError as error:
+            raise PlanError(f"this is no plan ({error}): pass the text of a plan.json") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f'this is not a plan: it has no "format": "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise PlanError(f"plan version {data.get('version')!r}; this ispasp reads version {VERSION}: update ispasp")
+            raise PlanError(f'this is no plan: it has no "format": "{FORMAT}"; pass the text of a plan.json')
+        version = data.get("version")
+        if type(version) is not int or version != VERSION:
+            raise PlanError(f"plan version {_short(version)}; this ispasp reads version {VERSION}: update ispasp")
         try:
             return _plan(data)
+        except PlanError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(
-                f"the plan is damaged ({type(error).__name__}: {error}): write it again with to_json"
-            ) from error
+            reason = f"{type(error).__name__}: {str(error)[:80]}"
+            raise PlanError(f"the plan is damaged ({reason}): write it again with to_json") from None
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    units = {str(name): _count(d["units"]) for name, d in data["dimensions"].items()}
+    units = {name: _count(d["units"]) for name, d in data["dimensions"].items()}
     kept = {
         name: tuple(_count(i, 0) for i in d["kept"]) for name, d in data["dimensions"].items() if d["kept"] is not None
     }
-    tensors = {}
-    for name, layout in data["tensors"].items():
-        shape = tuple(_count(size, 0) for size in layout["shape"])
-        axes = {int(axis): _extent(extent, units) for axis, extent in layout["axes"].items()}
-        for axis, extent in axes.items():
-            if not 0 <= axis < len(shape) or full_length(extent) != shape[axis]:
-                raise PlanError(f"the plan's layout of {name!r} does not fit its shape {shape}")
-        tensors[str(name)] = TensorLayout(shape, axes)
-    attributes = tuple(Attribute(str(m), str(n), _extent(e, units)) for m, n, e in data["attributes"])
-    norms = tuple(WeightNorm(str(v), str(g), int(dim)) for v, g, dim in data["weight_norms"])
-    biases = tuple(str(name) for name in data.get("biases", ()))
-    return Plan(kept, Structure(str(data["model"]), units, tensors, attributes, norms, biases))
+    tensors = {name: _layout(name, layout, units) for name, layout in data["tensors"].items()}
+    attributes = tuple(Attribute(_name(m), _name(n), _extent(e, units)) for m, n, e in data["attributes"])
+    norms = tuple(WeightNorm(_name(v), _name(g), _count(dim, 0)) for v, g, dim in data["weight_norms"])
+    biases = tuple(_name(name) for name in data.get("biases", ()))
+    for name in biases:
+        if f"{name}.bias" not in tensors or len(tensors[f"{name}.bias"].shape) != 1:
+            raise PlanError(f"the plan adds a bias to {name!r} without its layout: write it again with to_json")
+    return Plan(kept, Structure(_name(data["model"]), units, tensors, attributes, norms, biases))
+
+
+def _layout(name: str, data: Any, units: Mapping[str, int]) -> TensorLayout:
+    shape = tuple(_count(size, 0) for size in data["shape"])
+    places = {str(axis): axis for axis in range(len(shape))}
+    axes = {places.get(axis, -1): _extent(extent, units) for axis, extent in data["axes"].items()}
+    for axis, extent in axes.items():
+        if axis < 0 or full_length(extent) != shape[axis]:
+            raise PlanError(f"the plan's layout of {name!r} does not fit its shape {shape[:8]}: write it again")
+    return TensorLayout(shape, axes)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise PlanError(f"the plan holds {_short(value)} where a name is needed: write it again with to_json")
+    return value
 
 
 def _count(value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"the plan holds {value!r} where a whole number >= {least} is needed")
+    if type(value) is not int or not least <= value <= _LARGEST:
+        raise PlanError(f"the plan holds {_short(value)} where a whole number >= {least} is needed: write it again")
     return value
 
 
 def _extent(data: Any, units: Mapping[str, int]) -> Extent:
-    extent = tuple(tuple((None if n is None else str(n), _count(size)) for n, size in segment) for segment in data)
+    extent = tuple(
+        tuple((None if name is None else _name(name), _count(size)) for name, size in segment) for segment in data
+    )
     for segment in extent:
+        if len(segment) > _FACTORS:
+            raise PlanError(f"the plan's layout multiplies {len(segment)} factors: write it again with to_json")
         for name, size in segment:
             if name is not None and units.get(name) != size:
                 raise PlanError(
-                    f"the plan's layout names {name!r} with {size} units, its dimensions say {units.get(name)}"
+                    f"the plan's layout names {name!r} with {size} units, its dimensions say {units.get(name)}: write "
+                    "it again with to_json"
                 )
-    names_in(extent)
     return extent
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]

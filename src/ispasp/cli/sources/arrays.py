@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.images import normalised
 from ispasp.cli.sources.loaded import Loaded
 from ispasp.errors import InputError
+from ispasp.files.reading import memory
 
+_FOREIGN = re.compile("pickle|not a zip")
 _LABELS = ("y", "labels", "label", "targets")
 
 
@@ -54,8 +58,11 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        _check_size(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+    except InputError:
+        raise
     except Exception as error:
         reason = _reason(error)
         raise InputError(f"{path} cannot be read as .npz ({reason}): write it with numpy.savez(path, x=...)") from error
@@ -64,9 +71,17 @@ def _read(path: Path) -> dict[str, Any]:
     return arrays
 
 
+def _check_size(path: Path) -> None:
+    """Refuse arrays that would fill the memory: an archive may be small and unpack to anything."""
+    with zipfile.ZipFile(path) as archive:
+        size = sum(part.file_size for part in archive.infolist())
+    if size > memory() // 2:
+        raise InputError(f"{path} takes {size:,} bytes unpacked, more than half of the memory: pass fewer examples")
+
+
 def _reason(error: Exception) -> str:
     """numpy takes a file that is no archive for a pickle, and advises to trust it."""
-    return "no archive of arrays of numbers" if "pickle" in str(error) else " ".join(str(error).split())[:200]
+    return "no archive of arrays of numbers" if _FOREIGN.search(str(error)) else " ".join(str(error).split())[:200]
 
 
 def _array(path: Path, arrays: dict[str, Any], key: str) -> Any:

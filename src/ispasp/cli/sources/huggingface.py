@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +12,12 @@ from typing import Any
 from torch import nn
 
 from ispasp.cli.sources.loaded import Loaded
-from ispasp.errors import InputError, MissingExtraError
+from ispasp.errors import InputError, MissingExtraError, SaveError
 from ispasp.experiments._torchvision import import_torchvision
 from ispasp.experiments.data.images import IMAGENET, Scale
+from ispasp.files.reading import read_json
+
+_SMALL = 2**20  # bytes of a config
 
 
 def transformers() -> Any:
@@ -89,11 +92,12 @@ def image_scale(name: str) -> Scale:
     True
     """
     try:
-        told = json.loads((Path(name) / "preprocessor_config.json").read_text(encoding="utf-8"))
+        told = read_json(Path(name) / "preprocessor_config.json", _SMALL)
         mean, deviation = (tuple(float(value) for value in told[key]) for key in ("image_mean", "image_std"))
-    except (OSError, ValueError, LookupError, TypeError):
+    except (SaveError, ValueError, LookupError, TypeError):
         return IMAGENET
-    return mean, deviation
+    usable = len(mean) == len(deviation) == 3 and all(map(math.isfinite, (*mean, *deviation))) and all(deviation)
+    return (mean, deviation) if usable else IMAGENET
 
 
 def _from_config(cls: Any, config: Any) -> nn.Module:

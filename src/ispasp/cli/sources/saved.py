@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ispasp.files.reading import is_regular, opened, read_json
 
 RESULT = "result.json"  # what `Result.to_json` tells, the model as it was typed, and the command
 _SAFE = ("torchvision:", "timm:")  # a folder may name these; it may not name code to run
+_FETCHES = re.compile(r"weights|pretrained|checkpoint|path|url|cfg|hub")  # nor options that read other files
 
 
 def is_saved(folder: Path) -> bool:
@@ -53,7 +55,7 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
         transformers()  # says what is missing, and imports torchvision in the way that works everywhere
         return replace(described(load(folder), f"ispasp:{folder}", str(folder)), plan=plan)
     known = _made_from(folder)
-    if not dense and not known.startswith(_SAFE):
+    if not dense and (not known.startswith(_SAFE) or _FETCHES.search(known)):
         remedy = f"it was made from {known}" if known else "such as torchvision:resnet34"
         raise InputError(f"{folder} does not hold the code of its model: pass --model, the dense one ({remedy})")
     built = build(dense or known)

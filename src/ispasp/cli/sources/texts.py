@@ -13,12 +13,16 @@ from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.huggingface import tokenizer
 from ispasp.cli.sources.loaded import Loaded
 from ispasp.errors import InputError
+from ispasp.files.reading import is_regular
 
+_LARGEST = 2**30  # bytes of a text file, all of which is tokenised
 _STEP = 16  # lengths are rounded up to it: every other shape is traced anew
 
 
 def from_text(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     """The lines of a text file that are not empty."""
+    if not is_regular(path) or path.stat().st_size > _LARGEST:
+        raise InputError(f"{path} is no text of at most {_LARGEST:,} bytes: pass a smaller file")
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

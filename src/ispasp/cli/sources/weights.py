@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.errors import InputError
+from ispasp.files.reading import is_regular, opened
 
 _COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it, and it changes no output
 _WRAPPERS = ("state_dict", "model", "model_state_dict")  # under which training scripts store a state dict
+_DEPTH = 8  # of wrappers
+_WIDER = 32  # a file may take this many times the bytes of the model: training scripts store optimizers, too
+_BESIDE = 2**28
 
 
 def fill(model: nn.Module, path: Path) -> None:
@@ -24,13 +29,19 @@ def fill(model: nn.Module, path: Path) -> None:
     Traceback (most recent call last):
     ispasp.errors.InputError: no weights at no/such/file.safetensors: pass --weights FILE, a safetensors file or ...
     """
-    given = _unwrapped(_read(path), path)
     expected = model.state_dict()
+    limit = _BESIDE + _WIDER * sum(tensor.nbytes for tensor in expected.values() if isinstance(tensor, Tensor))
+    given = _unwrapped(_read(path, limit), path)
     for name, tensor in given.items():
         if name in expected and expected[name].shape != tensor.shape:
             raise InputError(
                 f"{name!r} has shape {tuple(tensor.shape)} in {path}, {tuple(expected[name].shape)} in the model: "
                 "pass weights of this very model (its number of classes, too)"
+            )
+        if name in expected and _kind(tensor) != _kind(expected[name]) and not name.endswith(_COUNTER):
+            raise InputError(
+                f"{name!r} is {tensor.dtype} in {path}, {expected[name].dtype} in the model: pass weights of this very "
+                "model, not quantized"
             )
     ties = _ties(model)
     missing = [
@@ -46,21 +57,21 @@ def fill(model: nn.Module, path: Path) -> None:
             if names
         ]
         raise InputError(f"{path} {', and '.join(said)}: pass weights of this very {type(model).__name__}")
-    model.load_state_dict(given, strict=False)  # complete, but for the second names of tied tensors
+    try:
+        model.load_state_dict(given, strict=False)  # complete, but for the second names of tied tensors
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} does not fit {type(model).__name__} ({reason}): save model.state_dict()") from error
 
 
-def _read(path: Path) -> Any:
-    if not path.is_file():
+def _read(path: Path, limit: int) -> Any:
+    if not is_regular(path):
         raise InputError(f"no weights at {path}: pass --weights FILE, a safetensors file or a state dict (.pt, .pth)")
     try:
-        with path.open("rb") as file:
-            written_by_torch = file.read(2).startswith((b"PK", b"\x80"))  # an archive, or in old times a pickle
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        if not written_by_torch:
-            raise InputError(f"{path} was not written by torch.save: pass safetensors or a state dict (.pt, .pth)")
+            with opened(path) as stored:
+                return stored.tensors(limit)
+        _check_size(path, limit)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickles it had rather not read; it says so by an error, too
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -77,13 +88,37 @@ def _read(path: Path) -> Any:
         raise InputError(f"{path} cannot be read as weights ({reason}): pass safetensors or a state dict") from error
 
 
+def _check_size(path: Path, limit: int) -> None:
+    """Refuse what torch did not write, and what would fill the memory: by its size, or once unpacked."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    if not start.startswith((b"PK", b"\x80")):  # an archive, or in old times a pickle
+        raise InputError(f"{path} was not written by torch.save: pass safetensors or a state dict (.pt, .pth)")
+    size = path.stat().st_size
+    if start == b"PK":
+        with zipfile.ZipFile(path) as archive:
+            size = max(size, sum(part.file_size for part in archive.infolist()))
+    if size > limit:
+        raise InputError(f"{path} takes {size:,} bytes, far more than the model: pass weights of this very model")
+
+
 def _unwrapped(found: Any, path: Path) -> Mapping[str, Tensor]:
-    while isinstance(found, Mapping) and (key := next((k for k in _WRAPPERS if k in found), None)) is not None:
+    for _ in range(_DEPTH):  # a dict may contain itself
+        key = next((k for k in _WRAPPERS if k in found), None) if isinstance(found, Mapping) else None
+        if key is None:
+            break
         found = found[key]
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise InputError(f"{path} holds a {type(found).__name__}, not a state dict: save model.state_dict()")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise InputError(f"{str(name)[:80]!r} in {path} is no plain tensor: save model.state_dict()")
     wrapped = bool(found) and all(name.startswith("module.") for name in found)  # as DataParallel writes them
     return {name.removeprefix("module.") if wrapped else name: value for name, value in found.items()}
+
+
+def _kind(tensor: Tensor) -> str:
+    return "complex" if tensor.is_complex() else "float" if tensor.is_floating_point() else "integer"
 
 
 def _ties(model: nn.Module) -> dict[str, set[str]]:
