@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check soak results zoo clean
+.PHONY: demo test check soak fuzz-files results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
@@ -41,6 +41,11 @@ endef
 
 zoo: $(VENV)/test.stamp           ## prune every network of the zoo and write docs/coverage.md
 	$(BIN)/ispasp bench coverage --out docs/coverage.md
+
+CASES ?= 200000
+SEED ?= 1000000
+fuzz-files: $(VENV)/test.stamp    ## damage every kind of file that is read: CASES cases from SEED on
+	PYTHONPATH=tests $(BIN)/python -m support.files_fuzz $(SEED) $(CASES)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

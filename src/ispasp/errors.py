@@ -18,12 +18,21 @@ def visible(text: str) -> str:
     )
 
 
+_LONGEST = 4000  # characters of an error
+
+
 class IspaspError(Exception):
-    """Base of every error this library raises on purpose. What does not print is escaped in its text."""
+    """Base of every error this library raises on purpose. Its text prints, and is bounded, whatever it quotes."""
 
     def __init__(self, *args: object) -> None:
         """Take the text of the error."""
-        super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(_bounded(visible(arg)) if isinstance(arg, str) else arg for arg in args))
+
+
+def _bounded(text: str) -> str:
+    """The text without its middle, where it is too long: the remedy stands at the end."""
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 class InputError(IspaspError, ValueError):

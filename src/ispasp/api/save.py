@@ -71,7 +71,10 @@ def save(
     except IspaspError:
         raise
     except (OSError, SafetensorError, ValueError, RuntimeError, TypeError) as error:
-        raise SaveError(f"cannot save {type(model).__name__} to {folder}: {error}") from error
+        raise SaveError(
+            f"cannot save {type(model).__name__} to {folder} ({error}): choose a folder that can be written, on a disk "
+            "that is not full"
+        ) from error
     return folder
 
 

@@ -78,7 +78,7 @@ def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Opt
             continue
         small = _cut(tensor, layout, plan)
         if name in scales:
-            small = small * scales[name]
+            small = _rescaled(name, small, scales[name])
         done[id(tensor)] = (tensor, small)
         if isinstance(tensor, nn.Parameter):
             _set_parameter(tensor, small, layout, plan, undo, optimizer)
@@ -204,6 +204,13 @@ def _weight_norm_scales(model: nn.Module, plan: Plan, touched: dict[str, TensorL
         scales[norm.g] = _row_norms(_cut(v, touched[norm.v], plan), norm.dim) / before
         touched.setdefault(norm.g, TensorLayout(tuple(_tensor(model, norm.g).shape), {}))
     return scales
+
+
+def _rescaled(name: str, g: Tensor, scale: Tensor) -> Tensor:
+    scaled = g * scale
+    if scaled.shape != g.shape:
+        raise PlanError(f"{name!r} is no weight norm's g of shape {tuple(scale.shape)}: build the model of the plan")
+    return scaled
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

@@ -154,6 +154,9 @@ def _plan(data: dict[str, Any]) -> Plan:
     for name in biases:
         if f"{name}.bias" not in tensors or len(tensors[f"{name}.bias"].shape) != 1:
             raise PlanError(f"the plan adds a bias to {name!r} without its layout: write it again with to_json")
+    for norm in norms:
+        if norm.v in tensors and norm.dim >= len(tensors[norm.v].shape):
+            raise PlanError(f"the plan's weight norm of {norm.v!r} does not fit its shape: write it again with to_json")
     return Plan(kept, Structure(_name(data["model"]), units, tensors, attributes, norms, biases))
 
 

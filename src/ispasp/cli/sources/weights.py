@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.errors import InputError
+from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import is_regular, opened
 
 _COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it, and it changes no output
@@ -77,6 +77,8 @@ def _read(path: Path, limit: int) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except InputError:
         raise
+    except SaveError as error:
+        raise InputError(str(error)) from None
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} holds more than tensors, which could run code when it is read: write it anew with "
