@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
+import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -152,3 +156,34 @@ def test_tensor_names_that_a_terminal_would_obey(folder: Path) -> None:
 
     forge_model(folder / WEIGHTS, rename)
     refused_load(folder, r"has in excess fc2\\x1b\[2J")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_hidden_layers": 10**9}, {"vocab_size": 10**9}, {"vocab_size": 2**25}, {"intermediate_size": 2**28},
+     {"hidden_size": 2**20}, {"hidden_size": -8}, {"hidden_size": "x"}, {"num_hidden_layers": None}],
+)  # fmt: skip
+def test_configs_that_describe_something_huge(change: dict[str, Any], tmp_path: Path) -> None:
+    for name, data in tiny_bert().items():
+        (tmp_path / name).write_bytes(data)
+    text = json.dumps({**json.loads((tmp_path / "config.json").read_bytes()), **change})
+    (tmp_path / "config.json").write_text(text)
+    forge_model(tmp_path / WEIGHTS, lambda _, told: told.update(config=text))
+    refused(lambda: ispasp.load(tmp_path), IspaspError, "pass the dense model|as it was when saved")
+
+
+@functools.cache
+def tiny_bert() -> dict[str, bytes]:
+    pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
+    with contextlib.suppress(ImportError):
+        pytest.importorskip("ispasp.experiments._torchvision").import_torchvision()
+    import transformers
+
+    from ispasp.experiments.zoo.tiny import ENCODER
+
+    config = transformers.BertConfig(**{**ENCODER, "num_hidden_layers": 1})
+    model = transformers.BertForSequenceClassification(config).eval()
+    plan = ispasp.survey(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)}).plan(0.5)
+    with tempfile.TemporaryDirectory() as name:
+        ispasp.save(ispasp.apply_(model, plan), name, plan=plan)
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}

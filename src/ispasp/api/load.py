@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ispasp.api.files import CONFIG, GENERATION, WEIGHTS, Slot, slots
+from ispasp.api.building import build
+from ispasp.api.files import CONFIG, WEIGHTS, Slot, slots
 from ispasp.api.stored import Stored, stored
-from ispasp.errors import InputError, MissingExtraError, SaveError
+from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import folder_path, is_regular, opened
-from ispasp.files.text import parsed
 from ispasp.surgery.remove import Undo, all_or_nothing, fitting, remove_, set_data
 from ispasp.types.plan import Plan
 
@@ -42,7 +41,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     with opened(folder / WEIGHTS) as file:
         saved = stored(file, folder)
         if model is None:
-            model = _build(saved, folder)
+            model = build(saved, file.shapes(), folder)
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}: pass the dense torch.nn.Module, freshly built")
         made_for = saved.plan.structure.model
@@ -79,45 +78,6 @@ def _folder(given: str | os.PathLike[str]) -> Path:
 def _bytes(model: nn.Module) -> int:
     tensors = (table[key] for _, (table, key), _ in slots(model))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_lazy(tensor))
-
-
-def _build(saved: Stored, folder: Path) -> nn.Module:
-    """The dense model that the config describes."""
-    remedy = "pass the dense model: ispasp.load(folder, model)"
-    try:
-        data = parsed(saved.texts[CONFIG])
-        name = data["architectures"][0]
-    except (ValueError, LookupError, TypeError) as error:
-        raise SaveError(f"{folder / CONFIG} does not say which model to build ({error!r}): {remedy}") from error
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(f"building a {name} needs pip install 'ispasp[transformers]'; or {remedy}") from error
-    try:
-        cls = getattr(transformers, name)
-        if not issubclass(cls, transformers.PreTrainedModel):
-            raise TypeError(f"{name} is no PreTrainedModel")
-        with torch.random.fork_rng(devices=[]):
-            model: nn.Module = cls(cls.config_class.from_dict(data))
-        if GENERATION in saved.texts:
-            model.generation_config = transformers.GenerationConfig.from_dict(parsed(saved.texts[GENERATION]))
-    except Exception as error:
-        if _lacks_operators(error):
-            raise MissingExtraError(
-                f"building a {name} imports torchvision, which does not fit this PyTorch {torch.__version__} (its "
-                "compiled part does not load): install the torchvision made for it, or pip uninstall torchvision"
-            ) from error
-        raise SaveError(f"cannot build a {name} from {folder / CONFIG} ({error}): {remedy}") from error
-    return model.eval()
-
-
-def _lacks_operators(error: BaseException | None) -> bool:
-    """Whether torchvision missed its own operators: so it fails where it was compiled for another PyTorch."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and "torchvision::" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _fill(model: nn.Module, saved: Stored, tensors: Mapping[str, Tensor], undo: Undo, folder: Path) -> None:

@@ -87,6 +87,12 @@ class TensorFile:
         self.metadata: dict[str, str] = file.metadata() or {}
         self._path, self._file, self._size = path, file, size
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors, without reading them."""
+        with readable(self._path):
+            names = self._file.keys()
+            return {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+
     def tensors(self, limit: int) -> dict[str, Tensor]:
         """All tensors, from a file of at most `limit` bytes."""
         if self._size > limit:
