@@ -38,7 +38,7 @@ def check(result: ispasp.Result) -> None:
         assert (layer.relative_error is None) == (layer.uncompensated_error is None)
         if layer.relative_error is not None:
             assert 0 <= layer.relative_error <= layer.uncompensated_error * (1 + 1e-9) + 1e-12, layer
-        assert layer.certificate < 1e-8, layer
+        assert layer.name in result.unproved or layer.certificate < 1e-8, layer
     assert result.verified < 1e-9
     assert result.cost.params == sum(p.numel() for p in result.model.parameters())
 
@@ -66,7 +66,7 @@ def test_random_networks(network: Network, options: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", ["resnet", "streams of an mlp", "densenet"])
 def test_every_way_to_compensate_helps(name: str, compensate: str, order: str) -> None:
     net: Written = NETWORKS[name]
-    options = {"keep": 0.6, "progress": False, "order": order, **net.options}
+    options = {"keep": 0.6, "progress": False, "order": order, "ridge": 1e-4, **net.options}
     result = ispasp.prune(net.build(), net.batches(), compensate=compensate, **options)
     check(result)
     assert (

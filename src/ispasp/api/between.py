@@ -55,6 +55,7 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
         trial.frozen,
         max((r.evidence for r in results), key=lambda e: e.error, default=trial.evidence),
         options.described(),
+        tuple(dict.fromkeys(line for r in results for line in r.advice)),
         trial.curves,
     )
 

@@ -19,9 +19,9 @@ from ispasp.calibrate.readers import Reader, readers
 from ispasp.calibrate.tally import Tally
 from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
-from ispasp.compensate.refit import Refit
+from ispasp.compensate.refit import Gathered, Refit
 from ispasp.compensate.slots import Slot, slot
-from ispasp.compensate.sums import Sums
+from ispasp.compensate.sums import Halves, Sums
 from ispasp.errors import IspaspError
 from ispasp.graph.trace import Batch
 from ispasp.select import Selector
@@ -30,6 +30,15 @@ from ispasp.types import Producer, Selection, Statistics
 Compensate = Literal["local", "dense"] | None
 Refitted = Literal["consumers", "all"]
 Pairs = Callable[[], Iterable[tuple[Batch, Any]]]  # what the model gets, and the batch it was taken from
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of what a hidden dimension's consumers give: now, without compensation, on held-out examples."""
+
+    now: float | None
+    before: float | None
+    held_out: float | None
 
 
 @dataclass(eq=False)
@@ -43,7 +52,7 @@ class Job:
     selector: Selector
     team: Team
     compensate: Compensate = None
-    ridge: float = 0.0
+    ridge: float | None = None
     memory: int | None = None
     loss: Loss | None = None
     pairs: Pairs = tuple
@@ -115,17 +124,22 @@ class Job:
         found = {slot(reader, circuit, self.model, self.tensors) for circuit in self.circuits.every}
         return found.pop() if len(found) == 1 else Slot(why_not="not all kinds of batches use it alike")
 
-    def add(self, sums: Sums) -> Sums:
-        """Merge sums of all machines."""
-        return Sums(**self.team.sum_tensors(sums.tensors()))
+    def add(self, data: Gathered) -> Gathered:
+        """Merge what all machines have gathered."""
+        first, second = (Sums(**self.team.sum_tensors(s.tensors())) for s in (data.sums.first, data.sums.second))
+        return replace(data, sums=Halves(first, second), examples=self.team.total(data.examples))
 
-    def errors(self, name: str) -> tuple[float | None, float | None]:
-        """Relative errors at the consumers of a hidden dimension: as it is, and before compensation."""
+    def errors(self, name: str) -> Errors:
+        """Relative errors at the consumers of a hidden dimension."""
         found = [self.refits[r.number] for r in self.readers_of[name] if r.number in self.refits]
         size = sum(r.size for r in found)
-        if not found or not size > 0:
-            return None, None
-        return math.sqrt(sum(r.after for r in found) / size), math.sqrt(sum(r.before for r in found) / size)
+        unseen = [r.held_out for r in found if r.held_out is not None]
+        whole = sum(total for _, total in unseen)
+        return Errors(
+            math.sqrt(sum(r.after for r in found) / size) if size > 0 else None,
+            math.sqrt(sum(r.before for r in found) / size) if size > 0 else None,
+            math.sqrt(sum(error for error, _ in unseen) / whole) if whole > 0 else None,
+        )
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Remarks on the consumers of a hidden dimension."""

@@ -66,11 +66,11 @@ def compensate_locally(job: Job, batches: Iterable[Batch]) -> dict[int, str]:
                 if slots[number].weight:
                     part = gather(reader, [passage], job.edits, dense=False, first=count)
                     known = found.get(number)
-                    found[number] = part if known is None else replace(part, sums=known.sums + part.sums)
+                    found[number] = part if known is None else known + part
     for reader in job.readers:
         if reader.number not in found:
             continue
-        data = replace(found[reader.number], sums=job.add(found[reader.number].sums))
+        data = job.add(found[reader.number])
         where = slots[reader.number]
         job.refits[reader.number] = refit(reader, data, job.edits, where, ridge=job.ridge)
         if reader.number in job.edits.biases:

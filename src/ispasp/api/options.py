@@ -43,7 +43,7 @@ class Options:
     curves: bool = False
     loss: Loss | None = None
     memory: int | None = None
-    ridge: float = RIDGE
+    ridge: float | None = None
     refit: Refitted = "consumers"
     timeout: float = 600.0
     optimizer: torch.optim.Optimizer | None = None
@@ -57,8 +57,8 @@ class Options:
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
             raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
-        if not positive(self.ridge):
-            raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}")
+        if self.ridge is not None and not positive(self.ridge):
+            raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}, or None to find one")
         if self.memory is not None and not positive(self.memory):
             raise InputError(f"memory={self.memory!r}: pass a number of bytes, or None for no limit")
         if not positive(self.timeout):

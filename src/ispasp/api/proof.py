@@ -107,9 +107,11 @@ class Proof:
         for run in self._runs:
             found, at = self._found(model, run, plan)
             outcome = compare(found, run.outputs)
-            outputs, total = outputs + outcome.entries, max(total, outcome.error)
+            vouched = at.keys() & run.telling >= run.at.keys()  # then flipped comparisons are rounding
+            error = outcome.error if vouched else max(outcome.error, outcome.flipped)
+            outputs, total = outputs + outcome.entries, max(total, error)
             for number in run.at:
-                errors[number] = max(errors.get(number, 0.0), at.get(number, outcome.error))
+                errors[number] = max(errors.get(number, 0.0), at.get(number, error))
             seen |= at.keys() & run.telling
         for batch in self._shapes:
             _check_runs(model, batch)
@@ -268,7 +270,7 @@ def _watching(layers: set[nn.Module]) -> Iterator[dict[nn.Module, list[Any]]]:
     def hook(layer: nn.Module, _args: Any, output: Any) -> None:
         seen.setdefault(layer, []).append(output.clone() if isinstance(output, Tensor) else output)
 
-    handles = [layer.register_forward_hook(hook) for layer in layers]
+    handles = [layer.register_forward_hook(hook, prepend=True) for layer in layers]  # before hooks that change it
     try:
         yield seen
     finally:

@@ -44,7 +44,8 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
       curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
       memory       bytes that waiting activations may take; beyond, batches are run again for every layer
       refit        "consumers" of what is pruned, or "all" layers from the first pruned one on (slower, a little better)
-      ridge        of compensation, relative to the mean variance of the inputs
+      ridge        of compensation, relative to the mean variance of the inputs; None takes for each consumer the one
+                   that does best on held-out examples
       timeout      seconds that a machine waits for the others (torch.distributed)
       progress     show a bar
 

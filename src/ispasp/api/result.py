@@ -23,7 +23,8 @@ class Layer:
 
     `kept` of `units` units stay. `relative_error` is ||Y - Y'|| / ||Y||, Y what its consumers should give and Y' what
     they give now, without their bias: on all calibration batches where the consumer was compensated, else on the first
-    one. `uncompensated_error` is the same without compensation. `certificate` is the largest relative difference at its
+    one. `held_out_error` is that of a fit to one half of the examples on the other half: what to expect of new data.
+    `uncompensated_error` is the same without compensation. `certificate` is the largest relative difference at its
     consumers between the pruned module and the masked dense network: rounding errors, or surgery has gone wrong; None
     where nothing could be compared.
     """
@@ -37,6 +38,7 @@ class Layer:
     certificate: float | None
     uncompensated_error: float | None = None
     notes: tuple[str, ...] = ()
+    held_out_error: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,7 @@ class Result:
     frozen: tuple[FrozenAxis, ...]
     evidence: Evidence  # what was compared with the masked network, and how much it differed
     settings: Mapping[str, Any]
+    advice: tuple[str, ...] = ()  # what would make the result better, or more certain
     curves: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict, repr=False)
     """Predicted squared relative error against kept units, without compensation: (units, errors)."""
 
@@ -72,6 +75,7 @@ class Result:
                 "settings": dict(self.settings),
                 "verified": None if math.isnan(self.verified) else self.verified,
                 "unproved": dict(self.unproved),
+                "advice": list(self.advice),
                 "cost": asdict(self.cost),
                 "layers": [asdict(layer) for layer in self.layers],
                 "frozen": [asdict(row) for row in self.frozen],
@@ -90,11 +94,12 @@ class Result:
             Column("kept", "kept"),
             Column("iterations", "iterations"),
             Column("relative_error", "error", percent),
+            Column("held_out_error", "held out", percent),
             Column("uncompensated_error", "uncompensated", percent),
             Column("certificate", "removed = masked", "{:.0e}".format),
         ]
         if not self.settings.get("compensate"):
-            columns = [c for c in columns if c.key != "uncompensated_error"]
+            columns = [c for c in columns if c.key not in ("uncompensated_error", "held_out_error")]
         s = self.settings
         title = f"{type(self.model).__name__} pruned: method {s['method']}, {s['order']}, compensate={s['compensate']}"
         table = render(title, columns, [vars(layer) for layer in self.layers])
@@ -103,6 +108,7 @@ class Result:
             str(self.cost),
             f"verified: {self.evidence}",
         ]
+        lines += [f"note: {line}" for line in self.advice]
         lines += ["not proved:", *(f"  {name}: {why}" for name, why in self.unproved.items())] if self.unproved else []
         notes = [f"  {layer.name}: {note}" for layer in self.layers for note in layer.notes]
         lines += ["notes:", *notes] if notes else []

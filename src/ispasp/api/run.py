@@ -90,7 +90,7 @@ class Run:
             layers = tuple(self._layer(job, name, evidence.certificates[name]) for name in job.counts)
             curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
             rows = (*self._survey.frozen, *frozen)
-            return Result(self._model, plan, layers, cost, rows, evidence, options.described(), curves)
+            return Result(self._model, plan, layers, cost, rows, evidence, options.described(), _advice(job), curves)
 
     def _without_normal_form(self) -> dict[str, str]:
         """Hidden dimensions that are read in a way calibration does not understand, with the reason."""
@@ -205,17 +205,18 @@ class Run:
     def _layer(self, job: Job, name: str, certificate: float | None) -> Layer:
         dimension = next(d for d in self._survey.dimensions if d.name == name)
         selection = job.selections[name]
-        error, before = job.errors(name)
+        errors = job.errors(name)
         return Layer(
             name,
             dimension.kind,
             dimension.units,
             len(selection.kept),
             selection.iterations,
-            error,
+            errors.now,
             certificate,
-            before if job.compensate else None,
+            errors.before if job.compensate else None,
             job.notes(name),
+            errors.held_out,
         )
 
 
@@ -236,6 +237,18 @@ def _surveyed(survey: Survey, unread: Mapping[str, str]) -> dict[str, Any]:
 def _planned(plan: Plan) -> dict[str, Any]:
     kept: dict[str, Any] = {f"hidden dimension {name!r}": units for name, units in plan.kept.items()}
     return {**kept, "the layers that gain a bias": plan.structure.biases}
+
+
+def _advice(job: Job) -> tuple[str, ...]:
+    """What would make the result better."""
+    short = [refit for refit in job.refits.values() if refit.wanted]
+    if not short:
+        return ()
+    examples = next(refit.examples for refit in short)
+    return (
+        f"{examples:,} examples are few for the refit of {len(short)} of {len(job.refits)} layers (fewer rows than "
+        f"columns): about {max(refit.wanted for refit in short):,} would do",
+    )
 
 
 def _write(model: nn.Module, job: Job, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None) -> None:

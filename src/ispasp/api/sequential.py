@@ -102,8 +102,7 @@ class _Walk:
         job = self._job
         with job.team.together(f"the compensation of {reader.path}"):
             mine = self._over(reader, lambda passages: gather(reader, passages, job.edits, dense=self._twin))
-        data = replace(mine, sums=job.add(mine.sums))
-        job.refits[reader.number] = refit(reader, data, job.edits, where, ridge=job.ridge)
+        job.refits[reader.number] = refit(reader, job.add(mine), job.edits, where, ridge=job.ridge)
         if reader.number in job.edits.biases:
             job.gained[owner(where.weight)] = reader.number
 

@@ -28,7 +28,6 @@ from ispasp.cli.sources import (
     sizes,
 )
 from ispasp.cli.task import input_of, loss
-from ispasp.compensate.solve import RIDGE
 from ispasp.errors import InputError, SaveError
 from ispasp.report.html import html, roots
 from ispasp.select import selector
@@ -71,8 +70,12 @@ def prune(
         ),
     ] = "consumers",
     ridge: Annotated[
-        float, typer.Option(help="Of compensation, relative to the variance of its inputs.", rich_help_panel=_HOW)
-    ] = RIDGE,
+        float | None,
+        typer.Option(
+            help="Of compensation, relative to the variance of its inputs. Default: found on held-out examples.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     memory: Annotated[
         str,
         typer.Option(
@@ -112,7 +115,7 @@ def prune(
         "compensate": None if o.one_of("--compensate", compensate, "dense", "local", "none") == "none" else compensate,
         "order": o.one_of("--order", order, "sequential", "oneshot", "global"),
         "refit": o.one_of("--refit", refit, "consumers", "all"),
-        "ridge": o.finite("--ridge", ridge),
+        "ridge": None if ridge is None else o.finite("--ridge", ridge),
         "memory": bytes_of("--memory", memory) if memory else None,
         "recalibrate": recalibrate,
         "scope": o.one_of("--scope", scope, "blocks", "all"),

@@ -15,8 +15,8 @@ from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.patches import patches
 from ispasp.calibrate.readers import Reader
 from ispasp.compensate.slots import Slot
-from ispasp.compensate.solve import RIDGE, Fit, solve, squared_error
-from ispasp.compensate.sums import Sums, sums_of
+from ispasp.compensate.solve import RIDGE, Fit, held_out, solve, squared_error
+from ispasp.compensate.sums import Halves, Sums, no_sums, sums_of
 from ispasp.errors import InputError
 from ispasp.graph.tails import scale
 from ispasp.types import Consumer, ConvConsumer
@@ -28,22 +28,34 @@ _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make g
 
 @dataclass(frozen=True)
 class Refit:
-    """What happened at one consumer: squared errors before and after compensation, what they relate to, a remark."""
+    """What happened at one consumer: squared errors before and after compensation, what they relate to, a remark.
+
+    `held_out` is the squared error, on one half of the examples, of a fit to the other half, and what it relates to.
+    `wanted` is the number of examples that would do, where the ones given are too few for the fit.
+    """
 
     before: float
     after: float
     size: float
     note: str = ""
+    held_out: tuple[float, float] | None = None
+    wanted: int = 0
+    examples: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
     """Sums of the batches at one consumer, with what is needed of the consumer itself to solve for it."""
 
-    sums: Sums
+    sums: Halves
+    examples: int
     form: Form
     bias: Tensor  # (groups, O)
     named: Callable[[str], Tensor]
+
+    def __add__(self, other: Gathered) -> Gathered:
+        """Merge two parts of the data."""
+        return replace(other, sums=self.sums + other.sums, examples=self.examples + other.examples)
 
 
 def gather(reader: Reader, passages: Iterable[Passage], edits: Edits, *, dense: bool, first: int = 0) -> Gathered:
@@ -56,16 +68,18 @@ def gather(reader: Reader, passages: Iterable[Passage], edits: Edits, *, dense: 
     for number, passage in enumerate(passages, first):
         arguments = passage.arguments(reader.number)
         (form,) = reader.forms(arguments)
-        part = _gather(reader, passage, form, arguments, edits, dense=dense)
-        _check(part, reader, number)
-        total = part if found is None else found.sums + part
-        found = Gathered(total, form, _bias(arguments, reader, form.consumer), passage.named)
+        sums = _gather(reader, passage, form, arguments, edits, dense=dense)
+        _check(sums, reader, number)
+        examples = len(reader.activations(arguments))
+        part = Gathered(sums, examples, form, _bias(arguments, reader, form.consumer), passage.named)
+        found = part if found is None else found + part
     assert found is not None  # noqa: S101  # there is at least one batch
     return found
 
 
-def _check(sums: Sums, reader: Reader, batch: int) -> None:
+def _check(halves: Halves, reader: Reader, batch: int) -> None:
     # One NaN or Inf in inputs or targets shows in these.
+    sums = halves.whole
     if not all(bool(torch.isfinite(total).all()) for total in (sums.x, sums.tt, sums.xx)):
         names = ", ".join(map(repr, sorted(reader.names)))
         raise InputError(
@@ -74,17 +88,39 @@ def _check(sums: Sums, reader: Reader, batch: int) -> None:
         )
 
 
-def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: float = RIDGE) -> Refit:
-    """Fit the consumer's weight on the kept units to its target, and edit the network accordingly."""
-    s, b0 = data.sums, data.bias
+def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: float | None = None) -> Refit:
+    """Fit the consumer's weight on the kept units to its target, and edit the network accordingly.
+
+    Without a `ridge` the one is taken that does best on held-out examples, and a fit that is worse there than none is
+    left alone.
+    """
+    s, b0 = data.sums.whole, data.bias
     W0 = _matrix(_narrow(data.form.consumer, _kept(reader, edits, data.form.consumer)))
-    fit = solve(s, W0, b0, intercept=bool(where.into), ridge=ridge)
-    fit = _stored(fit, data, where)
+    tried = held_out(data.sums, W0, b0, intercept=bool(where.into), ridge=ridge)
+    chosen = ridge if ridge is not None else tried.ridge if tried else RIDGE
+    fit = _stored(solve(s, W0, b0, intercept=bool(where.into), ridge=chosen), data, where)
+    if ridge is None and tried and tried.after >= tried.before:
+        fit = replace(fit, weight=W0.double(), bias=b0, after=fit.before, used=False)
     if fit.used:
         _write(reader, data, fit, where, edits)
+    unseen = None
+    if tried:
+        error = tried.after if fit.used else tried.before
+        unseen = error, sum(_size(half, b0) for half in tried.examined)
+    wanted = _wanted(data, W0.shape[-1])
+    return Refit(fit.before, fit.after, _size(s, b0), _note(fit, where), unseen, wanted, data.examples)
+
+
+def _size(s: Sums, b0: Tensor) -> float:
+    """Squared norm of the targets without the bias, zero where they are nothing but a bias."""
     size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
-    size = size if size > _ROUNDING * float(s.tt.sum()) else 0.0  # nothing but a bias
-    return Refit(fit.before, fit.after, size, _note(fit, where))
+    return size if size > _ROUNDING * float(s.tt.sum()) else 0.0
+
+
+def _wanted(data: Gathered, columns: int) -> int:
+    """How many examples would give two rows for every column of the fit, where there are fewer than one."""
+    rows = float(data.sums.whole.n)
+    return math.ceil(data.examples * 2 * columns / rows) if 0 < rows < columns else 0
 
 
 def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
@@ -99,7 +135,7 @@ def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
         b = data.bias + taken.reshape(b.shape)
     elif where.into:
         b = b.to(dtype).double()
-    after = squared_error(data.sums, W, b)
+    after = squared_error(data.sums.whole, W, b)
     return replace(fit, weight=W, bias=b, after=after if (used := after < fit.before) else fit.before, used=used)
 
 
@@ -145,23 +181,28 @@ def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
     return given.detach().double().reshape(groups, -1)
 
 
-def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, edits: Edits, *, dense: bool) -> Sums:
+def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, edits: Edits, *, dense: bool) -> Halves:
     node = passage.circuit.contractions[reader.number]
     kept = _kept(reader, edits, form.consumer)
     small = _narrow(form.consumer, kept)
-    conv = isinstance(small, ConvConsumer)
     H = form.arrange(reader.activations(arguments))
     T = passage.value(node, dense=dense, cut=False)
     T = form.output(_with_skip(T, passage, reader.number) if dense else T)
-    if not conv:
+    if not isinstance(small, ConvConsumer):
         H, T = H.reshape(-1, H.shape[-1]), T.reshape(-1, T.shape[-1])
     H = H.index_select(1, kept.to(H.device))
-    rows = max(1, _ENTRIES // max(1, _matrix(small).shape[-1] * math.prod(T.shape[2:]) * _matrix(small).shape[0]))
-    total = None
+    half = (len(H) + 1) // 2
+    return Halves(_sums(small, H[:half], T[:half]), _sums(small, H[half:], T[half:]))
+
+
+def _sums(small: Consumer, H: Tensor, T: Tensor) -> Sums:
+    """Sums of some rows, a part of them laid out at a time."""
+    groups, out, columns = _matrix(small).shape
+    rows = max(1, _ENTRIES // max(1, columns * math.prod(T.shape[2:]) * groups))
+    total = no_sums(groups, columns, out, H.device)
     for h, t in zip(torch.split(H, rows), torch.split(T, rows), strict=True):
-        part = sums_of(patches(small, h), _target(t, small))
-        total = part if total is None else total + part
-    assert total is not None  # noqa: S101  # a batch holds at least one example
+        if len(h):
+            total = total + sums_of(patches(small, h), _target(t, small))
     return total
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ispasp.compensate.sums import Sums
+from ispasp.compensate.sums import Halves, Sums
 
 RIDGE = 1e-4
+_RIDGES = (RIDGE, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+_MANY = 4  # rows for every column: then one half tells enough
 _ROUNDING = 1e-13  # of a variance, relative to the mean square: that of a constant in float32
 
 
@@ -57,6 +59,43 @@ def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: flo
     b = (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if intercept else b0
     after = squared_error(s, W, b)
     return Fit(W, b, old.before, after, used=True) if after < old.before else old
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What fits to one half of the examples are worth on the other: squared errors there without and with them.
+
+    `examined` are the halves that errors were measured on.
+    """
+
+    ridge: float
+    before: float
+    after: float
+    examined: tuple[Sums, ...]
+
+
+def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: float | None = None) -> HeldOut | None:
+    """Fit to one half, measure on the other; without a `ridge` find the one that does best there.
+
+    Larger ones are tried for as long as they help: with few examples much of a fit is noise. Where rows are few the
+    halves change places as well, for a steadier answer. None if one half is empty.
+    """
+    if not halves.both:
+        return None
+    pairs = [(halves.first, halves.second), (halves.second, halves.first)]
+    if float(halves.first.n + halves.second.n) > _MANY * W0.shape[-1]:
+        pairs = pairs[:1]
+    before = sum(squared_error(other, W0.double(), b0.double()) for _, other in pairs)
+    best: HeldOut | None = None
+    for each in _RIDGES if ridge is None else (ridge,):
+        after = 0.0
+        for half, other in pairs:
+            fit = solve(half, W0, b0, intercept=intercept, ridge=each)
+            after += squared_error(other, fit.weight, fit.bias)
+        if best is not None and after >= best.after:
+            break
+        best = HeldOut(each, before, after, tuple(other for _, other in pairs))
+    return best
 
 
 def squared_error(s: Sums, W: Tensor, b: Tensor) -> float:

@@ -36,6 +36,34 @@ class Sums:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """Sums of two halves of the examples: what is fitted to one can be measured on the other."""
+
+    first: Sums
+    second: Sums
+
+    def __add__(self, other: Halves) -> Halves:
+        """Merge two parts of the data, half by half."""
+        return Halves(self.first + other.first, self.second + other.second)
+
+    @property
+    def whole(self) -> Sums:
+        """Sums of all examples."""
+        return self.first + self.second
+
+    @property
+    def both(self) -> bool:
+        """Whether neither half is empty."""
+        return bool(self.first.n > 0) and bool(self.second.n > 0)
+
+
+def no_sums(groups: int, K: int, out: int, device: torch.device) -> Sums:
+    """Sums of no columns."""
+    sizes = ((), (groups, K), (groups, out), (groups, K, K), (groups, out, K), (groups, out))
+    return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
+
+
 def sums_of(X: Tensor, T: Tensor) -> Sums:
     """Sums of one batch. X (groups, K, N), T (groups, O, N).
 
@@ -56,9 +84,7 @@ def sums_of(X: Tensor, T: Tensor) -> Sums:
 
 def _sums(X: Tensor, T: Tensor, dtype: torch.dtype) -> Sums:
     (g, K, N), out = X.shape, T.shape[1]
-    total = Sums(
-        *(X.new_zeros(size, dtype=torch.float64) for size in ((), (g, K), (g, out), (g, K, K), (g, out, K), (g, out)))
-    )
+    total = no_sums(g, K, out, X.device)
     total.n.fill_(N)
     for start in range(0, N, _COLUMNS):
         A, B = (values[..., start : start + _COLUMNS].to(dtype) for values in (X, T))

@@ -130,11 +130,13 @@ def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
     for contraction in other.contractions:
         again.setdefault(_key(contraction), []).append(contraction.node)
     count = Counter(_key(contraction) for contraction in main.contractions)
+    seen: Counter[Any] = Counter()
     found: dict[int, fx.Node] = {}
     for number, contraction in enumerate(main.contractions):
-        nodes = again.get(_key(contraction), [])
-        if len(nodes) == count[_key(contraction)]:  # else nobody can tell which use is which
-            found[number] = nodes[sum(n in found.values() for n in nodes)]
+        key = _key(contraction)
+        if len(again.get(key, ())) == count[key]:  # else nobody can tell which use is which
+            found[number] = again[key][seen[key]]
+            seen[key] += 1
     return found
 
 

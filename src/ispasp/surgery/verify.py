@@ -14,15 +14,20 @@ from ispasp.graph.trace import Batch, Trace, evaluating, run
 from ispasp.surgery.masking import tensors_in
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_FLIPPED = 0.1
 _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest relative difference of two lists of tensors, and how many of their entries could tell one."""
+    """The largest relative difference of two lists of tensors, and how many of their entries could tell one.
+
+    `flipped` is the largest fraction of whole numbers and booleans that differ: rounding may flip a comparison.
+    """
 
     error: float
     entries: int
+    flipped: float = 0.0
 
 
 def output_of(model: nn.Module, batch: Batch) -> list[Tensor]:
@@ -36,23 +41,26 @@ def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Comparison:
     """Compare tensors of any dtype; the error is infinite where they do not even have the same shapes.
 
     Floating-point and complex tensors by ||a - b|| / ||b|| of their finite entries, with the others at the same
-    places; whole numbers and booleans by the fraction of entries that differ. Entries that are not finite, and tensors
-    of whole numbers that are all alike, count as agreement but not as evidence.
+    places; whole numbers and booleans by the fraction of entries that differ (`flipped`). Entries that are not finite,
+    and tensors of whole numbers that are all alike, count as agreement but not as evidence.
 
     >>> compare([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 5.0])]).error == 1 / math.sqrt(34)
     True
     >>> compare([torch.tensor([1, 2])], [torch.tensor([1, 3])]), compare([], [])
-    (Comparison(error=0.5, entries=2), Comparison(error=0.0, entries=0))
+    (Comparison(error=0.0, entries=2, flipped=0.5), Comparison(error=0.0, entries=0, flipped=0.0))
     """
     if [tuple(t.shape) for t in found] != [tuple(t.shape) for t in expected]:
         return Comparison(math.inf, 0)
     parts = [_compare(a, b.to(a.device)) for a, b in zip(found, expected, strict=True)]
-    return Comparison(max((p.error for p in parts), default=0.0), sum(p.entries for p in parts))
+    error = max((p.error for p in parts), default=0.0)
+    flipped = max((p.flipped for p in parts), default=0.0)
+    return Comparison(error, sum(p.entries for p in parts), flipped)
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The error alone."""
-    return compare(found, expected).error
+    """The error alone; whole numbers count where more differ than rounding flips."""
+    outcome = compare(found, expected)
+    return outcome.error if outcome.flipped <= _FLIPPED else max(outcome.error, outcome.flipped)
 
 
 def _compare(a: Tensor, b: Tensor) -> Comparison:
@@ -62,7 +70,7 @@ def _compare(a: Tensor, b: Tensor) -> Comparison:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.is_floating_point():
         varied = b.numel() > 0 and bool((b != b.flatten()[0]).any())
-        return Comparison(float((a != b).double().mean()) if b.numel() else 0.0, b.numel() if varied else 0)
+        return Comparison(0.0, b.numel() if varied else 0, float((a != b).double().mean()) if b.numel() else 0.0)
     a, b = a.double(), b.double()
     finite = torch.isfinite(b)
     if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()) or bool((a.isnan() != b.isnan()).any()):
