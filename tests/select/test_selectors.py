@@ -110,6 +110,15 @@ def test_right_count_sorted_and_repeatable(name: str, problem: Problem, keep: fl
     assert None not in claimed
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+@FEW
+@given(problem=problems(), data=st.data())
+def test_the_path_is_what_select_keeps_at_each_width(name: str, problem: Problem, data: st.DataObject) -> None:
+    widths = data.draw(st.lists(st.integers(1, problem.units), min_size=1, max_size=4, unique=True))
+    statistics, method = complete(problem, problem.data(3)), VARIANTS[name]
+    assert method.path(statistics, widths) == [method.select(statistics, width).kept for width in widths]
+
+
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in DRAWING])
 @FEW
 @given(problem=problems(), s=st.integers(1, 12), data=st.data())

@@ -86,7 +86,8 @@ def error_curve(selector: Selector, statistics: Statistics, points: int = 12, *,
         statistics = replace(statistics, readings=tuple(replace(r, gram=None) for r in statistics.readings))
     kept = _grid(units, int(points))
     dense = float(E.sum())  # ||U||^2; an output that is zero everywhere cannot lose anything
-    error = [_lost(E, selector.select(statistics, k).kept) / dense if dense > 0.0 else 0.0 for k in kept[:-1]]
+    chosen = selector.path(statistics, kept[:-1]) if kept[1:] and dense > 0.0 else [()] * (len(kept) - 1)
+    error = [_lost(E, units) / dense if dense > 0.0 else 0.0 for units in chosen]
     # A choice of more units can be worse, for its outputs cancel less; then the smaller one was to be had as well.
     return Curve(kept, tuple(np.minimum.accumulate([*error, 0.0]).tolist()))
 

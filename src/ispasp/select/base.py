@@ -41,6 +41,21 @@ class Selector(ABC):
         (1,)
         """
 
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """The units that `select` keeps at each width, without residuals.
+
+        Override it where widths can share work: one ordering, one sequence of removals.
+
+        >>> import torch
+        >>> from ispasp.calibrate import measure
+        >>> from ispasp.select import TopK
+        >>> from ispasp.types import LinearConsumer
+        >>> reading = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, 3.0, 2.0]]), TopK.needs)
+        >>> TopK().path(Statistics(3, (reading,)), [1, 2])
+        [(1,), (1, 2)]
+        """
+        return [self.select(statistics, width).kept for width in widths]
+
     def factors(self, statistics: Statistics, kept: Sequence[int]) -> tuple[float, ...]:
         """Factors that belong to a choice, for what all consumers read of each kept unit in turn; (): none.
 

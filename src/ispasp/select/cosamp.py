@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,6 +63,12 @@ class CoSaMP(Selector):
         evidence = Evidence(statistics)
         masks, converged = _iterate(evidence.energy(self.name), s, self.iterations)
         return evidence.selection([torch.nonzero(S).flatten().tolist() for S in masks], converged=converged)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every width is a search of its own; they share the energy matrix."""
+        E = Evidence(statistics).energy(self.name)
+        found = [_iterate(E, width, self.iterations)[0][-1] for width in widths]
+        return [tuple(torch.nonzero(S).flatten().tolist()) for S in found]
 
 
 def _iterate(E: Tensor, s: int, T: int) -> tuple[list[Tensor], bool]:

@@ -8,17 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ispasp.select.base import Selector
 from ispasp.select.producers import checked_producers
-from ispasp.select.scores import keep_largest
-from ispasp.types import Producer, Selection, Statistics
+from ispasp.select.scores import Scored
+from ispasp.types import Producer, Statistics
 
 _ROWS = 1024  # distances are summed this many units at a time: all of them would be (units, units)
 _NEAR = 1e-12  # squared distances below this part of the squared norms are rounding: the filters are equal
 
 
 @dataclass(frozen=True)
-class FPGM(Selector):
+class FPGM(Scored):
     """Score = sum of the distances from a unit's filter to all others: what lies near their geometric median goes.
 
     He, Liu, Wang, Hu, Yang (2019), Filter Pruning via Geometric Median for Deep Convolutional Neural Networks
@@ -37,8 +36,8 @@ class FPGM(Selector):
     name: ClassVar[str] = "fpgm"
     needs: ClassVar[tuple[str, ...]] = ("producers",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units farthest from the others, the lowest index first among equals.
+    def score(self, statistics: Statistics) -> Tensor:
+        """Sum of the distances to all other units.
 
         >>> from ispasp.types import LinearConsumer, Producer, Reading
         >>> made = Producer(torch.tensor([[3.0, 0.0], [0.0, 3.0], [1.0, 1.0]]))
@@ -47,7 +46,7 @@ class FPGM(Selector):
         """
         n = statistics.units
         filters = [_filters(producer, n) for producer in checked_producers(statistics, self.name)]
-        return keep_largest(statistics, keep, _summed_distances(torch.cat(filters, dim=1)))
+        return _summed_distances(torch.cat(filters, dim=1))
 
 
 def _filters(producer: Producer, units: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,13 +60,21 @@ class GFS(Selector):
         ...
         ispasp.errors.InputError: gfs follows the loss of the task, which these statistics do not hold: ...
         """
+        grown = self.forward(statistics.units, keep, self._task(statistics))
+        return Evidence(statistics).selection([step.kept for step in grown.steps], converged=True)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """One growth passes all widths."""
+        grown = self.forward(statistics.units, int(max(widths)), self._task(statistics))
+        return [grown.steps[width - 1].kept for width in widths]
+
+    def _task(self, statistics: Statistics) -> MaskLoss:
         if statistics.task is None:
             raise InputError(
                 "gfs follows the loss of the task, which these statistics do not hold: use it in ispasp.prune, call "
                 f"{self}.forward(units, keep, loss), or choose gfs-local, which follows the output of the dense layer"
             )
-        grown = self.forward(statistics.units, keep, statistics.task)
-        return Evidence(statistics).selection([step.kept for step in grown.steps], converged=True)
+        return statistics.task
 
     def forward(self, units: int, keep: float | int, loss: MaskLoss) -> Selection:
         """Choose `keep` of `units` units with these options; see `greedy_forward`.

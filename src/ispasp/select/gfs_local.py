@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import largest
+from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 
 
@@ -49,20 +51,24 @@ class GFSLocal(Selector):
         """
         s = units_to_keep(keep, statistics.units)
         evidence = Evidence(statistics)
-        kept = torch.nonzero(_added(evidence.energy(self.name), s)).flatten().tolist()
-        return evidence.selection([kept], converged=True)
+        return evidence.selection(prefixes(_added(evidence.energy(self.name), s), [s]), converged=True)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """One sequence of additions passes all widths."""
+        return prefixes(_added(Evidence(statistics).energy(self.name), max(widths)), widths)
 
 
-def _added(E: Tensor, s: int) -> Tensor:
-    """The set S of s units, as a mask (n,).
+def _added(E: Tensor, s: int) -> list[int]:
+    """The s units of the set S, in the order they come in.
 
     With R the units that are out, ||A H_{R - i}||^2 = ||A H_R||^2 - 2 (E 1_R)_i + E_ii: a step needs E 1_R only.
     """
     S = torch.zeros(len(E), dtype=torch.bool, device=E.device)
     e, cross = E.diagonal(), E.sum(1)  # cross = E 1_R
-    floor = float(cross.abs().max())
+    floor, order = float(cross.abs().max()), []
     for _ in range(s):
         i = largest(2 * cross - e, ~S, floor)
         S[i] = True
         cross = cross - E[i]
-    return S
+        order.append(i)
+    return order

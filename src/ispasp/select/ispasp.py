@@ -74,13 +74,20 @@ class ISpaSP(Selector):
         >>> ISpaSP(rank="magnitude").select(Statistics(3, (reading,)), keep=1).kept
         (1,)
         """
+        return i_spasp(self._data(statistics), keep, iterations=self.iterations, rank=self.rank)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every width is a search of its own; they share P and Q."""
+        search = _Search(_parts(self._data(statistics)), self.rank)
+        return [tuple(search.sets(width, self.iterations)[-1]) for width in widths]
+
+    def _data(self, statistics: Statistics) -> Statistics | Sequence[Statistics]:
         if self.minibatches and not (isinstance(statistics, Statistics) and statistics.parts):
             raise InputError(
                 "minibatches=True needs the statistics of each mini-batch: use it in ispasp.prune, or pass "
                 "Statistics(..., parts=...)"
             )
-        data = statistics.parts if self.minibatches else statistics
-        return i_spasp(data, keep, iterations=self.iterations, rank=self.rank)
+        return statistics.parts if self.minibatches else statistics
 
 
 def i_spasp(
@@ -110,17 +117,27 @@ def i_spasp(
     _check_options(iterations, rank)
     parts = _parts(statistics)
     s = units_to_keep(keep, parts[0].units)
-    magnitude = rank == "magnitude"
-    pairs = [(activation(part, magnitude=magnitude), couplings(part)) for part in parts]
-
-    def importance(t: int, S: Tensor) -> Tensor:
-        found = [c.importance((~S).double(), magnitude=magnitude) for c in pairs[t % len(pairs)][1]]
-        return torch.stack(found).sum(0)
-
-    masks = _iterate([h for h, _ in pairs], importance, s, iterations)
-    sets = [torch.nonzero(S).flatten().tolist() for S in masks]
+    sets = _Search(parts, rank).sets(s, iterations)
     stable = len(parts) == 1 and (2 * s >= parts[0].units or sets[-1:] == sets[-2:-1])
     return Evidence(parts[0]).selection(sets, converged=stable)
+
+
+class _Search:
+    """Activations and couplings of all parts, from which sets of any size are found."""
+
+    def __init__(self, parts: Sequence[Statistics], rank: Rank) -> None:
+        self._magnitude = rank == "magnitude"
+        self._hs = [activation(part, magnitude=self._magnitude) for part in parts]
+        self._couplings = [couplings(part) for part in parts]
+
+    def sets(self, s: int, iterations: int) -> list[list[int]]:
+        """The set of s units after each iteration."""
+        masks = _iterate(self._hs, self._importance, s, iterations)
+        return [torch.nonzero(S).flatten().tolist() for S in masks]
+
+    def _importance(self, t: int, S: Tensor) -> Tensor:
+        each = self._couplings[t % len(self._couplings)]
+        return torch.stack([c.importance((~S).double(), magnitude=self._magnitude) for c in each]).sum(0)
 
 
 def _parts(statistics: Statistics | Sequence[Statistics]) -> list[Statistics]:

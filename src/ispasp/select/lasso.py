@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,22 +60,35 @@ class Lasso(Selector):
         s = units_to_keep(keep, statistics.units)
         evidence = Evidence(statistics)
         E = evidence.energy(self.name)
-        kept = lasso_path(E, s)
+        return evidence.selection(_filled(E, [s]), converged=True)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """One walk down lambda passes all widths."""
+        return _filled(Evidence(statistics).energy(self.name), widths)
+
+
+def _filled(E: Tensor, widths: Sequence[int]) -> list[tuple[int, ...]]:
+    """The units of every width; those that contribute most of the rest where lambda reaches zero before."""
+    ranked = descending(E.diagonal()).tolist()
+    found = []
+    for width, kept in zip(widths, lasso_path(E, widths), strict=True):
         known = set(kept)
-        rest = [i for i in descending(E.diagonal()).tolist() if i not in known]
-        return evidence.selection([sorted(kept + rest[: s - len(kept)])], converged=True)
+        rest = [i for i in ranked if i not in known]
+        found.append(tuple(sorted(kept + rest[: width - len(kept)])))
+    return found
 
 
-def lasso_path(E: Tensor, s: int) -> list[int]:
-    """The s units that are non-zero at the largest lambda that has as many; fewer if lambda reaches zero before. (n, n)
+def lasso_path(E: Tensor, widths: Sequence[int]) -> list[list[int]]:
+    """The units that are non-zero at the largest lambda that has so many; fewer if lambda reaches zero before. (n, n)
 
-    >>> lasso_path(torch.diag(torch.tensor([1.0, 3.0, 0.0, 2.0])).double(), 2)
-    [1, 3]
+    >>> lasso_path(torch.diag(torch.tensor([1.0, 3.0, 0.0, 2.0])).double(), [2, 4])
+    [[1, 3], [1, 3, 0]]
     """
     E = E + torch.diag(_RIDGE * E.diagonal())
     c, beta = E.sum(1), torch.zeros_like(E[0])  # c: correlations with the residual, E (1 - beta)
     first = float(c.abs().max())
     lam, active = first, _Active(E)
+    seen: dict[int, list[int]] = {}
     enters, left = int(descending(c.abs())[0]), -1  # the unit that enters at this kink, the one that has just left
     for _ in range(_STEPS * len(E)):
         if lam <= _END * first:
@@ -82,7 +96,8 @@ def lasso_path(E: Tensor, s: int) -> list[int]:
         if enters >= 0:
             active.add(enters)
         S = active.units
-        if len(S) == s:
+        seen.setdefault(len(S), list(S))
+        if len(S) == max(widths):
             break
         d = active.solve(torch.sign(c[S]))  # beta_S grows by d when lambda falls by 1
         a = active.rows[: len(S)].T @ d  # and c falls by a
@@ -98,7 +113,7 @@ def lasso_path(E: Tensor, s: int) -> list[int]:
             enters, left = -1, S[leaves]
             active.drop(leaves)
             beta[left] = 0.0
-    return active.units
+    return [seen.get(width, active.units) for width in widths]
 
 
 def _positive(step: Tensor, end: float) -> Tensor:

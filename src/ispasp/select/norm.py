@@ -8,14 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ispasp.select.base import Selector
 from ispasp.select.producers import checked_producers
-from ispasp.select.scores import keep_largest, sum_by_unit
-from ispasp.types import Selection, Statistics
+from ispasp.select.scores import Scored, sum_by_unit
+from ispasp.types import Statistics
 
 
 @dataclass(frozen=True)
-class L1(Selector):
+class L1(Scored):
     """Score = sum of |w| over all weights that make the unit.
 
     Li, Kadav, Durdanovic, Samet, Graf (2017), Pruning Filters for Efficient ConvNets. Needs producers and no data;
@@ -34,19 +33,19 @@ class L1(Selector):
     name: ClassVar[str] = "l1"
     needs: ClassVar[tuple[str, ...]] = ("producers",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units with the largest score, the lowest index first among equals.
+    def score(self, statistics: Statistics) -> Tensor:
+        """Sum of |w|.
 
         >>> from ispasp.types import LinearConsumer, Producer, Reading
         >>> gate, value = Producer(torch.tensor([[1.0], [2.0]])), Producer(torch.tensor([[5.0], [2.0]]))
         >>> L1().select(Statistics(2, (Reading(LinearConsumer(torch.eye(2))),), (gate, value)), keep=1).kept   # 6 > 4
         (0,)
         """
-        return keep_largest(statistics, keep, _power_sums(statistics, self.name, 1))
+        return _power_sums(statistics, self.name, 1)
 
 
 @dataclass(frozen=True)
-class L2(Selector):
+class L2(Scored):
     """Score = l2 norm of all weights that make the unit.
 
     Li et al. (2017), Pruning Filters for Efficient ConvNets, who propose the l1 norm and compare it with this one.
@@ -61,17 +60,15 @@ class L2(Selector):
     name: ClassVar[str] = "l2"
     needs: ClassVar[tuple[str, ...]] = ("producers",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units with the largest norm, the lowest index first among equals.
+    def score(self, statistics: Statistics) -> Tensor:
+        """Sum of w^2: a root would not change the order.
 
         >>> from ispasp.types import LinearConsumer, Producer, Reading
         >>> heads = Producer(torch.tensor([[2.0], [2.0], [3.0], [0.0]]), units=torch.tensor([0, 0, 1, 1]))
         >>> L2().select(Statistics(2, (Reading(LinearConsumer(torch.eye(2))),), (heads,)), keep=1).kept   # 9 > 8
         (1,)
         """
-        return keep_largest(
-            statistics, keep, _power_sums(statistics, self.name, 2)
-        )  # a root would not change the order
+        return _power_sums(statistics, self.name, 2)
 
 
 def _power_sums(statistics: Statistics, method: str, power: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import torch
 from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
+from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 from ispasp.types.checks import is_integer
 
@@ -44,7 +46,11 @@ class Random(Selector):
         >>> Random().select(Statistics(4, (Reading(LinearConsumer(torch.eye(4))),)), keep=1.0).kept
         (0, 1, 2, 3)
         """
-        s = units_to_keep(keep, statistics.units)
+        kept = self.path(statistics, [units_to_keep(keep, statistics.units)])
+        return Evidence(statistics).selection(kept, converged=True)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """One permutation serves all widths."""
         generator = torch.Generator("cpu").manual_seed(int(self.seed))
-        kept = torch.randperm(statistics.units, generator=generator, device="cpu")[:s]
-        return Evidence(statistics).selection([sorted(kept.tolist())], converged=True)
+        order = torch.randperm(statistics.units, generator=generator, device="cpu")
+        return prefixes(order.tolist(), widths)

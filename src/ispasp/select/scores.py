@@ -1,14 +1,45 @@
-"""Scores: one number per unit, and the selection that keeps the largest."""
+"""Scores: one number per unit, and the selectors that keep the largest."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import final
 
 from torch import Tensor
 
+from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
 from ispasp.types import Selection, Statistics, units_to_keep
+
+
+class Scored(Selector):
+    """A selector that keeps the units with the largest scores, the lowest index first among equals."""
+
+    @abstractmethod
+    def score(self, statistics: Statistics) -> Tensor:
+        """One number per unit, in float64. (units,)"""
+
+    @final
+    def select(self, statistics: Statistics, keep: float | int) -> Selection:
+        """Choose the `keep` units with the largest score."""
+        return keep_largest(statistics, keep, self.score(statistics))
+
+    @final
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """One ordering serves all widths."""
+        return prefixes(descending(self.score(statistics)).tolist(), widths)
+
+
+def prefixes(order: Sequence[int], widths: Sequence[int]) -> list[tuple[int, ...]]:
+    """The first units of an order, as a sorted set for each width.
+
+    >>> prefixes([4, 1, 3], [1, 2])
+    [(4,), (1, 4)]
+    """
+    return [tuple(sorted(order[:width])) for width in widths]
 
 
 def sum_by_unit(values: Tensor, unit_of: Tensor, units: int) -> Tensor:

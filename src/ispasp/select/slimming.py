@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import Selector
 from ispasp.select.producers import checked_producers
-from ispasp.select.scores import keep_largest, sum_by_unit
-from ispasp.types import Selection, Statistics
+from ispasp.select.scores import Scored, sum_by_unit
+from ispasp.types import Statistics
 
 
 @dataclass(frozen=True)
-class Slimming(Selector):
+class Slimming(Scored):
     """Score = |gamma| of the BatchNorm right after the producer, summed over channels and producers of a unit.
 
     Liu, Li, Shen, Huang, Yan, Zhang (2017), Learning Efficient Convolutional Networks through Network Slimming. Needs
@@ -34,8 +34,8 @@ class Slimming(Selector):
     name: ClassVar[str] = "slimming"
     needs: ClassVar[tuple[str, ...]] = ("producers",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units with the largest score, the lowest index first among equals.
+    def score(self, statistics: Statistics) -> Tensor:
+        """Sum of |gamma|.
 
         >>> from ispasp.types import LinearConsumer, Producer, Reading
         >>> made = Producer(torch.ones(3, 2))
@@ -52,4 +52,4 @@ class Slimming(Selector):
                     "method such as 'l1', skip this hidden dimension, or pass Producer(weight, scale=gamma)"
                 )
             scores.append(sum_by_unit(producer.scale.abs(), producer.unit_of(), statistics.units))
-        return keep_largest(statistics, keep, torch.stack(scores).sum(0))
+        return torch.stack(scores).sum(0)

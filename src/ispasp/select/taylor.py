@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import Selector
-from ispasp.select.scores import keep_largest
-from ispasp.types import Selection, Statistics
+from ispasp.select.scores import Scored
+from ispasp.types import Statistics
 from ispasp.types.checks import check_sum
 
 
 @dataclass(frozen=True)
-class Taylor(Selector):
+class Taylor(Scored):
     """Score = sum over examples of |sum over the unit's channels and positions of H dL/dH|.
 
     Molchanov, Tyree, Karras, Aila, Kautz (2017), Pruning Convolutional Neural Networks for Resource Efficient
@@ -34,8 +34,8 @@ class Taylor(Selector):
     name: ClassVar[str] = "taylor"
     needs: ClassVar[tuple[str, ...]] = ("sensitivity",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units with the largest score, the lowest index first among equals.
+    def score(self, statistics: Statistics) -> Tensor:
+        """Sum of what removing a unit changes of the loss, to first order.
 
         >>> from ispasp.types import LinearConsumer, Reading
         >>> Taylor().select(Statistics(3, (Reading(LinearConsumer(torch.eye(3))),)), keep=1)
@@ -53,4 +53,4 @@ class Taylor(Selector):
                 )
             check_sum(f"the sensitivity of consumer {number}", taken.total, taken.examples, (statistics.units,))
             scores.append(taken.total.double())
-        return keep_largest(statistics, keep, torch.stack(scores).sum(0))
+        return torch.stack(scores).sum(0)

@@ -13,6 +13,7 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import smallest
+from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 
 _RIDGE = 1e-6  # of the mean of the diagonal
@@ -61,8 +62,11 @@ class ThiNet(Selector):
         """
         s = units_to_keep(keep, statistics.units)
         evidence = Evidence(statistics)
-        kept = torch.nonzero(~_removed(evidence.energy(self.name), statistics.units - s)).flatten().tolist()
-        return evidence.selection([kept], converged=True)
+        return evidence.selection(_left(evidence.energy(self.name), [s]), converged=True)
+
+    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """One sequence of removals passes all widths."""
+        return _left(Evidence(statistics).energy(self.name), widths)
 
     def factors(self, statistics: Statistics, kept: Sequence[int]) -> tuple[float, ...]:
         """The w that leave ||A H - sum over kept i of w_i A H_i||_F smallest.
@@ -95,16 +99,24 @@ def least_squares_factors(E: Tensor, kept: Sequence[int]) -> tuple[float, ...]:
     return tuple((1.0 + torch.cholesky_solve((E @ R)[S, None], L).flatten()).tolist())
 
 
-def _removed(E: Tensor, count: int) -> Tensor:
-    """The set R of `count` units, as a mask (n,).
+def _left(E: Tensor, widths: Sequence[int]) -> list[tuple[int, ...]]:
+    """The units that stay at each width, as removals go on."""
+    gone = _removed(E, len(E) - min(widths))
+    stay = sorted(set(range(len(E))) - set(gone))
+    return prefixes([*stay, *reversed(gone)], widths)
+
+
+def _removed(E: Tensor, count: int) -> list[int]:
+    """The `count` units of the set R, in the order they go.
 
     ||A H_{R + i}||^2 = ||A H_R||^2 + 2 (E 1_R)_i + E_ii, so a step needs the vector E 1_R only.
     """
     R = torch.zeros(len(E), dtype=torch.bool, device=E.device)
     e, cross = E.diagonal(), torch.zeros_like(E[0])  # cross = E 1_R
-    floor = float(e.max())
+    floor, order = float(e.max()), []
     for _ in range(count):
         i = smallest(e + 2 * cross, ~R, floor)
         R[i] = True
         cross = cross + E[i]
-    return R
+        order.append(i)
+    return order

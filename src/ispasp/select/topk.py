@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import Selector
-from ispasp.select.scores import keep_largest, sum_by_unit
-from ispasp.types import Selection, Statistics
+from ispasp.select.scores import Scored, sum_by_unit
+from ispasp.types import Statistics
 from ispasp.types.checks import check_sum
 
 
 @dataclass(frozen=True)
-class TopK(Selector):
+class TopK(Scored):
     """The naive baseline of the i-SpaSP paper: score = sum over data and positions of |H|.
 
     Wolfe, Kyrillidis (2022), i-SpaSP: Structured Neural Pruning via Sparse Signal Recovery, Appendix A.2. Needs
@@ -31,8 +31,8 @@ class TopK(Selector):
     name: ClassVar[str] = "topk"
     needs: ClassVar[tuple[str, ...]] = ("magnitude",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose the `keep` units with the largest score, the lowest index first among equals.
+    def score(self, statistics: Statistics) -> Tensor:
+        """Sum of |H| over data and positions.
 
         >>> from ispasp.calibrate import measure
         >>> from ispasp.types import LinearConsumer
@@ -51,4 +51,4 @@ class TopK(Selector):
             shape = (reading.consumer.channels,)
             check_sum(f"the magnitude of consumer {number}", taken.total, taken.examples, shape)
             scores.append(sum_by_unit(taken.total, reading.consumer.unit_of(), statistics.units))
-        return keep_largest(statistics, keep, torch.stack(scores).sum(0))
+        return torch.stack(scores).sum(0)
