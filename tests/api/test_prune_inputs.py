@@ -120,8 +120,8 @@ def test_a_model_that_takes_no_part_of_a_batch() -> None:
 
 
 def test_a_batch_of_one_example_without_a_batch_axis() -> None:
-    result = ispasp.prune(alive(mlp(6, 10, 3)), list(X), progress=False)
-    assert result.plan.kept == ispasp.prune(alive(mlp(6, 10, 3)), [X], progress=False).plan.kept
+    result = ispasp.prune(alive(mlp(6, 10, 3)), list(X), hold_out=False, progress=False)
+    assert result.plan.kept == ispasp.prune(alive(mlp(6, 10, 3)), [X], hold_out=False, progress=False).plan.kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,10 +10,13 @@ from typing import Any
 from torch import nn
 
 from ispasp.api.copying import copied
+from ispasp.api.evaluation import Judge, Scores, scored
+from ispasp.api.inputs import Inputs
 from ispasp.api.result import Result
 from ispasp.calibrate.alike import weights_alike
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError
+from ispasp.graph.trace import evaluating
 from ispasp.types.layout import Extent, full_length
 from ispasp.types.plan import Plan, Structure, TensorLayout
 
@@ -36,6 +39,9 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
     batches = list(batches) if iter(batches) is batches else batches
     whole = replace(options, finetune_between=None)
     on_trial = replace(whole, compensate=None, refit="consumers", recalibrate=False, optimizer=None)
+    judge = _judge(model, batches, options, ranks)
+    before = scored(options.evaluate, model, ranks) if options.evaluate else {}
+    whole, on_trial = replace(whole, evaluate=None), replace(on_trial, evaluate=None)
     trial = prune_(copied(model), batches, on_trial, ranks)  # widths, and the structure of the dense model
     results: list[Result] = []
     for layer in trial.layers:
@@ -57,7 +63,15 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
         options.described(),
         tuple(dict.fromkeys(line for r in results for line in r.advice)),
         trial.curves,
+        Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None,
+        judge.agreement(model, ranks),
     )
+
+
+def _judge(model: nn.Module, batches: Iterable[Any], options: Any, ranks: Team) -> Judge:
+    with ranks.together("the predictions of the dense model"), evaluating(model):
+        inputs = Inputs(model, batches, options)
+        return Judge(model, inputs.held_out(), inputs.first)
 
 
 def _names_units(keep: Any, name: str) -> bool:

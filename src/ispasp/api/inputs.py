@@ -12,6 +12,7 @@ from ispasp.api.options import Options
 from ispasp.api.survey import Survey, survey_kinds
 from ispasp.calibrate.batches import first_examples, prepared, signature
 from ispasp.calibrate.circuit import named_tensors
+from ispasp.calibrate.held_out import Pair, held_out
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.trace import Batch, run
 
@@ -27,7 +28,9 @@ class Inputs:
         self._given = list(batches) if isinstance(batches, Iterator) else batches
         self._model = model
         self._input_of = options.input_of
-        self._list: list[Batch] | None = None
+        self._labelled = options.loss is not None
+        self._list: list[Pair] | None = None
+        self._held: list[Pair] = []
         self.first: Batch = next(self.again())
         try:
             self.example = _try(model, self.first)
@@ -38,29 +41,41 @@ class Inputs:
             raise InputError(
                 f"the model does not run on the first batch: {type(error).__name__}: {error}{hint}"
             ) from error
+        if options.walks or isinstance(self._given, Sequence):
+            self._divide(options.hold_out)
+
+    def _divide(self, hold_out: bool) -> None:
+        """Keep all batches in memory (inputs only, not activations), some of them apart."""
+        pairs = [(batch, given if self._labelled else batch) for batch, given in self.pairs()]
+        self._list, self._held = held_out(pairs) if hold_out else (pairs, [])
+        if self.example is self.first:
+            self.example = self._list[0][0]
+        self.first = self._list[0][0]
 
     def again(self) -> Iterator[Batch]:
-        """From the first batch on."""
-        return iter(self._list) if self._list is not None else (batch for batch, _ in self.pairs())
+        """The batches to calibrate with, from the first one on."""
+        return (batch for batch, _ in self.pairs())
 
-    def pairs(self) -> Iterator[tuple[Batch, Any]]:
-        """Each batch as the model takes it, and as it was given."""
+    def pairs(self) -> Iterator[Pair]:
+        """Each of them as the model takes it, and as it was given."""
         pair = None
-        for pair in prepared(self._given, self._model, self._input_of):
+        for pair in prepared(self._given, self._model, self._input_of) if self._list is None else self._list:
             yield pair
         if pair is None:
             raise InputError("no calibration batches: pass at least one; an exhausted iterator counts as none")
 
     def listed(self) -> Sequence[Batch]:
-        """All of them in memory: inputs only, not activations."""
-        if self._list is None:
-            self._list = list(self.again())
-        return self._list
+        """All of them in memory."""
+        return list(self.again())
 
-    def other_kinds(self, example: Batch, *, listed: bool) -> list[Batch]:
-        """The first batch of every kind (shapes, dtypes, other values) but the example's; `listed` keeps them all."""
+    def held_out(self) -> Sequence[Batch]:
+        """Batches that are not calibrated with; none where there are few examples, or batches are not listed."""
+        return [batch for batch, _ in self._held]
+
+    def other_kinds(self, example: Batch) -> list[Batch]:
+        """The first batch of every kind (shapes, dtypes, other values) but the example's."""
         found = {signature(example): example}
-        for batch in self.listed() if listed else self.again():
+        for batch in self.again():
             found.setdefault(signature(batch), batch)
         return list(found.values())[1:]
 
@@ -81,10 +96,9 @@ def surveyed(model: nn.Module, batches: Inputs, options: Options) -> tuple[Surve
 
     Two examples are enough to try things out; which way whole batches take is looked up in traces of their own.
     """
-    walks = options.order == "sequential" or options.compensate == "dense"
 
     def survey_on(example: Batch) -> tuple[Survey, Batch, list[Batch]]:
-        also = batches.other_kinds(example, listed=walks)
+        also = batches.other_kinds(example)
         return survey_kinds(model, example, also, scope=options.scope, kinds=options.kinds), example, also
 
     if batches.example is not batches.first:

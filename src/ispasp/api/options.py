@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ispasp.api.evaluation import Evaluate
 from ispasp.api.job import Compensate, Refitted
 from ispasp.api.survey import KINDS
 from ispasp.api.widths import check_round
@@ -45,6 +46,8 @@ class Options:
     memory: int | None = None
     ridge: float | None = None
     refit: Refitted = "consumers"
+    evaluate: Evaluate | None = None
+    hold_out: bool = True
     timeout: float = 600.0
     optimizer: torch.optim.Optimizer | None = None
     progress: bool = True
@@ -65,6 +68,10 @@ class Options:
             raise InputError(f"timeout={self.timeout!r}: pass seconds, such as 600")
         if self.loss is not None and not callable(self.loss):
             raise InputError(f"loss={self.loss!r}: pass a function, loss=lambda output, batch: ...")
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise InputError(f"evaluate={self.evaluate!r}: pass a function of the model, evaluate=lambda model: ...")
+        if not isinstance(self.hold_out, bool):
+            raise InputError(f"hold_out={self.hold_out!r}: pass True or False")
         if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise InputError(f"optimizer is a {type(self.optimizer).__name__}: pass a torch.optim.Optimizer")
         check_round(self.round_to)
@@ -75,19 +82,24 @@ class Options:
             )
         selector(self.method)
 
+    @property
+    def walks(self) -> bool:
+        """Whether all batches walk through the network in lockstep, which takes them in memory."""
+        return self.order == "sequential" or self.compensate == "dense"
+
     def deciding(self) -> dict[str, Any]:
         """The options that decide the result, by name: on several machines they must be the same.
 
         How a machine reads its batches, how much memory it has and what it shows are its own affair.
         """
-        own = ("method", "input_of", "memory", "timeout", "optimizer", "progress")
+        own = ("method", "input_of", "memory", "timeout", "optimizer", "progress", "evaluate")
         return {"method": selector(self.method)} | {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in own
         }
 
     def described(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
-        named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit")
+        named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit", "hold_out")
         keep = self.keep if isinstance(self.keep, (int, float)) else str(self.keep)
         plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
         return {"method": str(self.method), "keep": keep, **plain}

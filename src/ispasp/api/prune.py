@@ -42,6 +42,9 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
       finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
       loss         loss(output, batch), a mean over the batch, for methods that look at the task
       curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
+      evaluate     called with the model before and after, e.g. `lambda model: accuracy(model, loader)`; what it returns
+                   (a number, or a dict of them) is in `result.scores`
+      hold_out     keep about the last eighth of 32 or more examples out of calibration, to judge the pruned model by
       memory       bytes that waiting activations may take; beyond, batches are run again for every layer
       refit        "consumers" of what is pruned, or "all" layers from the first pruned one on (slower, a little better)
       ridge        of compensation, relative to the mean variance of the inputs; None takes for each consumer the one

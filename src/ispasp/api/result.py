@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ispasp.api.evaluation import Agreement, Scores
 from ispasp.api.proof import Evidence
 from ispasp.errors import visible
 from ispasp.report import Column, render
@@ -55,6 +56,10 @@ class Result:
     advice: tuple[str, ...] = ()  # what would make the result better, or more certain
     curves: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict, repr=False)
     """Predicted squared relative error against kept units, without compensation: (units, errors)."""
+    scores: Scores | None = None
+    """What `evaluate` gave before and after."""
+    agreement: Agreement | None = None
+    """How often the pruned model predicts what the dense one does."""
 
     @property
     def verified(self) -> float:
@@ -73,6 +78,8 @@ class Result:
                 "format": "ispasp-result",
                 "version": 1,
                 "settings": dict(self.settings),
+                "scores": _plain(asdict(self.scores)) if self.scores else None,
+                "agreement": asdict(self.agreement) if self.agreement else None,
                 "verified": None if math.isnan(self.verified) else self.verified,
                 "unproved": dict(self.unproved),
                 "advice": list(self.advice),
@@ -105,6 +112,8 @@ class Result:
         table = render(title, columns, [vars(layer) for layer in self.layers])
         lines = [
             table,
+            *([f"evaluated: {self.scores}"] if self.scores else ()),
+            *([f"agreement with the dense model: {self.agreement}"] if self.agreement else ()),
             str(self.cost),
             f"verified: {self.evidence}",
         ]
@@ -114,3 +123,8 @@ class Result:
         lines += ["notes:", *notes] if notes else []
         lines += ["frozen:", *(f"  {row}" for row in self.frozen)] if self.frozen else []
         return visible("\n".join(lines))
+
+
+def _plain(scores: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+    """JSON has no NaN."""
+    return {when: {name: v if math.isfinite(v) else None for name, v in row.items()} for when, row in scores.items()}

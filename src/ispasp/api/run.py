@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ispasp.api.budgets import budget_widths, error_curves
+from ispasp.api.evaluation import Judge, Scores, scored
 from ispasp.api.everywhere import ranked_together
 from ispasp.api.inputs import Inputs, surveyed
 from ispasp.api.job import Job
@@ -65,6 +66,9 @@ class Run:
     def result(self) -> Result:
         """Decide, then act."""
         options = self._options
+        with self._team.together("the predictions of the dense model"):
+            judge = Judge(self._model, self._batches.held_out(), self._batches.first)
+        before = scored(options.evaluate, self._model, self._team) if options.evaluate else {}
         chosen = self._widths()
         frozen = [FrozenAxis(name, why) for name, why in self._unread.items() if name in chosen.counts]
         job = self._job({name: n for name, n in chosen.counts.items() if name not in self._unread})
@@ -83,6 +87,8 @@ class Run:
             evidence = self._verified(proof, plan)
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
+            agreement = judge.agreement(self._model, self._team)
+            after = scored(options.evaluate, self._model, self._team) if options.evaluate else {}
             # Inside, so that Ctrl-C here does not leave a pruned model without a result.
             gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
             cost = self._survey.cost(plan)
@@ -90,7 +96,19 @@ class Run:
             layers = tuple(self._layer(job, name, evidence.certificates[name]) for name in job.counts)
             curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
             rows = (*self._survey.frozen, *frozen)
-            return Result(self._model, plan, layers, cost, rows, evidence, options.described(), _advice(job), curves)
+            return Result(
+                self._model,
+                plan,
+                layers,
+                cost,
+                rows,
+                evidence,
+                options.described(),
+                _advice(job),
+                curves,
+                Scores(before, after) if options.evaluate else None,
+                agreement,
+            )
 
     def _without_normal_form(self) -> dict[str, str]:
         """Hidden dimensions that are read in a way calibration does not understand, with the reason."""

@@ -1,8 +1,10 @@
-"""A progress bar for long work."""
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -10,17 +12,40 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Item = TypeVar("Item")
+_EVERY = 10.0  # seconds between lines where there is no terminal
+_LOG = logging.getLogger("ispasp.progress")
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None, *, show: bool = True) -> Iterator[Item]:
-    """Yield the items behind a bar on standard error; silent where that is not a terminal.
+    """Yield the items behind a bar on standard error; where that is no terminal, write a line every ten seconds.
+
+    Lines go to the logger `ispasp.progress` instead where an application listens to it.
 
     >>> list(track([1, 2, 3], "counting"))
     [1, 2, 3]
     """
-    if not show or not sys.stderr.isatty():
+    if not show:
         yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield from progress.track(items, total=total, description=what)
+    elif not sys.stderr.isatty():
+        yield from _lines(items, what, total)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            yield from progress.track(items, total=total, description=what)
+
+
+def _lines(items: Iterable[Item], what: str, total: int | None) -> Iterator[Item]:
+    start = last = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - last >= _EVERY:
+            last = now
+            _tell(f"{what}: {done}{f' of {total}' if total else ''}, {now - start:.0f} s")
+        yield item
+
+
+def _tell(line: str) -> None:
+    if _LOG.hasHandlers() and _LOG.isEnabledFor(logging.INFO):
+        _LOG.info(line)
+    else:
+        print(f"ispasp: {line}", file=sys.stderr, flush=True)
