@@ -200,3 +200,27 @@ def test_an_evaluation_that_fails_afterwards_leaves_the_model_as_it_was() -> Non
     with pytest.raises(AssertionError, match="too small"):
         ispasp.prune_(dense, [X], evaluate=fails_when_small, progress=False)
     assert all(torch.equal(value, before[name]) for name, value in dense.state_dict().items())
+
+
+class ByCount(nn.Module):
+    """Takes another layer for many examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.few, self.many = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        return self.few(h) if x.shape[0] < 60 else self.many(h)
+
+
+def test_a_batch_that_was_divided_still_runs() -> None:
+    dense = ByCount().double()
+    try:
+        result = ispasp.prune(dense, [X], progress=False)
+    except (ispasp.SurgeryError, ispasp.NothingToPruneError) as error:
+        assert "pass hold_out=False" in str(error) or "many" in str(error)
+    else:
+        assert result.model(X).shape == (64, 3)
+    kinds = Inputs(dense, list(X.split(20)), Options()).other_kinds(X[:2])  # 20, 20, 20, and 4 that are held out
+    assert sorted(sizes(kinds)) == [4, 20]

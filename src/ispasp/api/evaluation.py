@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ispasp.calibrate.batches import count_examples
 from ispasp.calibrate.held_out import first_of
 from ispasp.calibrate.team import Team
-from ispasp.errors import InputError
+from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.trace import Batch, evaluating, run
 
 Evaluate = Callable[[nn.Module], Any]
@@ -106,8 +106,11 @@ class Judge:
                 part = first_of(batch, _EXAMPLES - self.examples)
                 self._batches.append(part)
                 self.examples += count_examples(part)
-        with evaluating(model):
-            self._dense = [_predicted(run(model, batch), batch) for batch in self._batches]
+        try:
+            with evaluating(model):
+                self._dense = [_predicted(run(model, batch), batch) for batch in self._batches]
+        except Exception as error:
+            raise InputError(f"the model does not run on a held-out batch: {type(error).__name__}: {error}") from error
 
     def agreement(self, model: nn.Module, team: Team) -> Agreement:
         """Run the pruned model over the same batches and compare, with the batches of all machines."""
@@ -121,6 +124,18 @@ class Judge:
         rate = same / entries if entries else None
         difference = math.sqrt(wrong / size) if size > 0 else None
         return Agreement(rate, difference, int(entries), int(examples), not inside)
+
+
+def check_runs(model: nn.Module, batch: Batch) -> None:
+    """The pruned model runs on a batch as it was given, of which only a part was calibrated with."""
+    try:
+        with evaluating(model):
+            run(model, batch)
+    except Exception as error:
+        raise SurgeryError(
+            f"the pruned model fails on a whole batch ({type(error).__name__}: {error}): its forward takes another way "
+            "for more examples; the model is as it was; pass hold_out=False"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

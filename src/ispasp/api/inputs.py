@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ class Inputs:
         self._labelled = options.loss is not None
         self._list: list[Pair] | None = None
         self._held: list[Pair] = []
+        self.divided: Batch | None = None  # a batch of which some examples are held out
         self.first: Batch = next(self.again())
         try:
             self.example = _try(model, self.first)
@@ -48,6 +50,8 @@ class Inputs:
         """Keep all batches in memory (inputs only, not activations), some of them apart."""
         pairs = [(batch, given if self._labelled else batch) for batch, given in self.pairs()]
         self._list, self._held = held_out(pairs) if hold_out else (pairs, [])
+        if len(self._list) + len(self._held) > len(pairs):
+            self.divided = pairs[len(self._list) - 1][0]
         if self.example is self.first:
             self.example = self._list[0][0]
         self.first = self._list[0][0]
@@ -73,9 +77,12 @@ class Inputs:
         return [batch for batch, _ in self._held]
 
     def other_kinds(self, example: Batch) -> list[Batch]:
-        """The first batch of every kind (shapes, dtypes, other values) but the example's."""
+        """The first batch of every kind (shapes, dtypes, other values) but the example's, held-out ones among them.
+
+        The rest of a divided batch stands for all of it: another size of it need not be traced.
+        """
         found = {signature(example): example}
-        for batch in self.again():
+        for batch in chain(self.again(), () if self.divided is not None else self.held_out()):
             found.setdefault(signature(batch), batch)
         return list(found.values())[1:]
 

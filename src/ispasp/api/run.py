@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ispasp.api.budgets import budget_widths, error_curves
-from ispasp.api.evaluation import Judge, Scores, scored
+from ispasp.api.evaluation import Judge, Scores, check_runs, scored
 from ispasp.api.everywhere import ranked_together
 from ispasp.api.inputs import Inputs, surveyed
 from ispasp.api.job import Job
@@ -85,6 +85,7 @@ class Run:
             with self._team.together("the surgery"):
                 _write(self._model, job, plan, undo, options.optimizer)
             evidence = self._verified(proof, plan)
+            self._check_divided()
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
             agreement = judge.agreement(self._model, self._team)
@@ -219,6 +220,12 @@ class Run:
                     f"dimension {guilty!r} first): the model is as it was; pass skip=[{guilty!r}] and report this"
                 )
         return evidence
+
+    def _check_divided(self) -> None:
+        """The pruned model runs on a batch as it was given, of which only a part was calibrated with."""
+        with self._team.together("the run on a whole batch"):
+            if self._batches.divided is not None:
+                check_runs(self._model, self._batches.divided)
 
     def _layer(self, job: Job, name: str, certificate: float | None) -> Layer:
         dimension = next(d for d in self._survey.dimensions if d.name == name)
