@@ -7,7 +7,8 @@ import warnings
 import torch
 from torch import nn
 
-from ispasp.api.proof import Proof, Setting
+from ispasp.api.evidence import Setting
+from ispasp.api.proof import Proof
 from ispasp.api.survey import Survey, survey
 from ispasp.calibrate.circuit import Edits, named_tensors
 from ispasp.calibrate.readers import readers
@@ -89,7 +90,7 @@ def _what_is_wrong(model: nn.Module, plan: Plan, batch: Batch, proof: Proof) -> 
     if isinstance(outcome, Failure):
         return f"the forward fails: {outcome.error}"
     evidence = proof.compare(model, plan)
-    if not evidence.error <= evidence.limit:
+    if not evidence.holds:
         return f"relative error {evidence.error:.1e}"
     for name, why in evidence.unproved.items():
         warnings.warn(f"{name}: not proved that removing equals masking: {why}", stacklevel=4)

@@ -10,57 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ispasp.api.evidence import Evidence, Setting, kept_outputs
+from ispasp.api.precise import precise_proof
 from ispasp.calibrate.batches import first_examples, signature
 from ispasp.calibrate.circuit import Circuit, Edits, caller, output_dim
 from ispasp.calibrate.forms import Arguments
 from ispasp.calibrate.passage import Passage
-from ispasp.calibrate.readers import Reader
-from ispasp.calibrate.traces import Circuits, same_way
+from ispasp.calibrate.traces import same_way
 from ispasp.errors import SurgeryError
-from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import Batch
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.remove import all_or_nothing
 from ispasp.surgery.stir import set_values, stirred_batch, stirred_tensors
-from ispasp.surgery.verify import compare, output_of, tolerance
-from ispasp.types.layout import Kept, kept_mask
+from ispasp.surgery.verify import FLOAT32, compare, output_of, tolerance
 from ispasp.types.plan import Plan
 
 _UNPROVED = "nothing that could be compared depends on it: outputs and consumers are constant, or not finite"
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What was compared. `certificates[name]` is None where nothing could be, `unproved[name]` then says why."""
-
-    error: float
-    limit: float
-    certificates: Mapping[str, float | None]
-    unproved: Mapping[str, str]
-    outputs: int  # entries of the model's outputs that were compared
-    consumers: int  # consumers whose outputs were compared
-    kinds: int  # kinds of batches that the pruned model was run on
-
-    def __str__(self) -> str:
-        """One sentence."""
-        parts = [f"{self.outputs:,} output values"] if self.outputs else []
-        parts += [f"{self.consumers} consumers"] if self.consumers else []
-        where = f" on {self.kinds} kinds of batches" if self.kinds > 1 else ""
-        compared = " and ".join(parts) or "nothing"
-        return f"{compared} compared with the masked network{where}: relative difference {self.error:.0e}"
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """The network to prove something about: where it is read, its dense tensors, and how the pruned one differs."""
-
-    model: nn.Module
-    analysis: Analysis
-    circuits: Circuits
-    readers: Sequence[Reader]
-    edits: Edits
-    kept: Kept
-    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +62,21 @@ class Proof:
                 self._runs.append(self._masked(batch, circuit, {}))
             elif signature(_few(batch)) != signature(example):
                 self._shapes.append(batch)
+        self._precise = precise_proof(setting, example) if self._half_precision else None
         if self._unproved(self._runs):
             values = self._other_values()
             self._runs.append(self._masked(stirred_batch(example), circuits.of(example), values))
+
+    @property
+    def _half_precision(self) -> bool:
+        return max(tolerance(run.circuit.trace) for run in self._runs) > FLOAT32
+
+    def look_closer(self) -> bool:
+        """Run the masked network in float64 as well, if it can and that has not been done; the model must be dense."""
+        if self._precise is not None or max(tolerance(run.circuit.trace) for run in self._runs) < FLOAT32:
+            return False
+        self._precise = precise_proof(self._setting, self._example)
+        return self._precise is not None
 
     def compare(self, model: nn.Module, plan: Plan) -> Evidence:
         """Run the pruned module and compare."""
@@ -125,7 +102,8 @@ class Proof:
         certificates |= dict.fromkeys(unproved, None)
         total = max([total, *(e for e in errors.values())])
         kinds = len(self._runs) + len(self._shapes) - any(run.values for run in self._runs)
-        return Evidence(total, limit, certificates, unproved, outputs, len(seen), kinds)
+        precise = None if self._precise is None else self._precise.error(model)
+        return Evidence(total, limit, certificates, unproved, outputs, len(seen), kinds, precise)
 
     def _other_values(self) -> dict[str, Tensor]:
         """Values for tensors of zeros; weight_norm's stay, because surgery rescales them by what they are."""
@@ -146,7 +124,7 @@ class Proof:
                 passage.advance(node)
                 y = passage.value(node)
                 size = passage.magnitude(reader.number) if reader.number in self._calls else 0.0
-                at[reader.number] = self._kept_outputs(reader.number, y), size
+                at[reader.number] = kept_outputs(s, reader.number, y), size
                 product = _linear_part(y, passage.arguments(reader.number), output_dim(node))
                 if bool((torch.isfinite(product) & (product != 0)).any()):
                     telling.add(reader.number)
@@ -191,16 +169,6 @@ class Proof:
             if call < len(seen.get(layer, ())):
                 errors[number] = _difference(seen[layer][call], *run.at[number])
         return found, errors
-
-    def _kept_outputs(self, number: int, y: Tensor) -> Tensor:
-        """The outputs that stay, where outputs are units themselves."""
-        analysis = self._setting.analysis
-        contraction = analysis.tracker.contractions[number]
-        channel = output_dim(contraction.node)
-        if channel is None or len(contraction.made) != 1:
-            return y
-        mask = kept_mask(analysis.extent(contraction.made[0]), self._setting.kept)
-        return y.index_select(channel, torch.nonzero(mask).flatten().to(y.device))
 
 
 def _linear_part(y: Tensor, arguments: Arguments, channel: int | None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ispasp.api.evaluation import Agreement, Scores
-from ispasp.api.proof import Evidence
+from ispasp.api.evidence import Evidence
 from ispasp.errors import visible
 from ispasp.report import Column, render
 from ispasp.types.dimension import Cost, FrozenAxis

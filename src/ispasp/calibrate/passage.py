@@ -37,8 +37,13 @@ class Passage:
         *,
         twin: bool = False,
         slicing: bool = True,
+        precise: bool = False,
     ) -> None:
-        """Start in front of the first node; without `slicing` what is not read is zero, never left out."""
+        """Start in front of the first node.
+
+        `slicing=False` zeroes what is not read instead of leaving it out. `precise` computes in float64 throughout,
+        whatever the dtypes of the model and in its forward.
+        """
         self.circuit = circuit
         self._edits = edits
         self._tensors = tensors
@@ -50,10 +55,12 @@ class Passage:
             self._numbers.setdefault(node, []).append(number)
         self._twin = twin
         self._slicing = slicing
+        self._precise = precise
         self.fixed = circuit.parameters(tensors)
         self._nodes = list(circuit.order)
         self._at = 0
-        self._pruned: Values = circuit.inputs(batch)
+        inputs = circuit.inputs(batch)
+        self._pruned: Values = widened(inputs) if precise else inputs
         self._dense: Values | None = None
 
     # Going on ---------------------------------------------------------------------------------------------------
@@ -179,13 +186,15 @@ class Passage:
                 return self._edits.tensors.get(self._name(n), self.fixed[n]) if edited else self.fixed[n]
             return values[n]
 
-        return fx.node.map_arg(node.args, look_up), fx.node.map_arg(node.kwargs, look_up)
+        args, kwargs = fx.node.map_arg(node.args, look_up), fx.node.map_arg(node.kwargs, look_up)
+        return (widened(args), widened(kwargs)) if self._precise else (args, kwargs)
 
     def _run(self, node: fx.Node, values: Values, *, edited: bool, cut: bool = True) -> Any:
         args, kwargs = self._fetch(node, values, edited=edited)
         numbers = [number for number in self._numbers.get(node, ()) if self._touches(number)]
         if not edited or not numbers:
-            return execute(self.circuit.trace.module, node, args, kwargs)
+            value = execute(self.circuit.trace.module, node, args, kwargs)
+            return widened(value) if self._precise else value
         given = named_arguments(node, args, kwargs)
         for number in numbers:
             if number in self._probed:
@@ -193,7 +202,7 @@ class Passage:
             if cut:
                 _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
             if number in self._edits.biases:
-                given["bias"] = self._edits.biases[number].to(given["weight"])
+                given["bias"] = self._edits.biases[number].to(given["weight"])  # and to float64, if that is
         return _call(node, given)
 
     def _touches(self, number: int) -> bool:
@@ -208,6 +217,30 @@ class Passage:
             given[name] = [x + zero if k == int(index) else value for k, value in enumerate(given[name])]
         else:
             given[name] = x + zero
+
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+def widened(value: Any) -> Any:
+    """The same value in float64: tensors of lower precision, and dtypes that ops are told to use.
+
+    >>> widened((torch.ones(1), torch.float16, 3))
+    (tensor([1.], dtype=torch.float64), torch.float64, 3)
+    """
+
+    def wide(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dtype in _WIDE:
+            return leaf.to(_WIDE[leaf.dtype])
+        return _WIDE.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
+
+    return pytree.tree_map(wide, value)
 
 
 def _cut(node: fx.Node, given: Arguments, cuts: list[tuple[str, int, Tensor]], *, slicing: bool) -> None:

@@ -1,0 +1,98 @@
+"""The proof in float64: half precision, and refits that amplify rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ispasp
+import ispasp.api.run as module
+from ispasp.surgery.remove import Undo
+from ispasp.types.plan import Plan
+
+remove_ = module.remove_
+
+
+class Wide(nn.Module):
+    """512 units; casts to float32 and back in its forward, as norms of language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 512), nn.Linear(512, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(torch.relu(self.a(x)))
+        wide = y.to(torch.float32)
+        return self.c((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(y.dtype))
+
+
+def swapped(model: nn.Module, plan: Plan, undo: Undo, *rest: Any) -> None:
+    """Surgery that exchanges two of 256 units at the consumer: hardly more than rounding in bfloat16."""
+    remove_(model, plan, undo, *rest)
+    weight = model.b.weight.data
+    undo(lambda: setattr(model.b.weight, "data", weight))
+    order = torch.arange(weight.shape[1])
+    order[:2] = torch.tensor([1, 0])
+    model.b.weight.data = weight[:, order]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compensate", [None, "dense"])
+def test_a_wrong_unit_is_found_in_half_precision(
+    dtype: torch.dtype, compensate: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Wide().to(dtype), torch.randn(64, 16).to(dtype)
+    result = ispasp.prune(model, [x], {"a": 0.5}, compensate=compensate, progress=False)
+    assert result.evidence.precise is not None
+    assert result.evidence.precise < 1e-9
+    assert all(p.dtype == dtype for p in result.model.parameters())
+    monkeypatch.setattr(module, "remove_", swapped)
+    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+        ispasp.prune(model, [x], {"a": 0.5}, compensate=compensate, progress=False)
+
+
+class Difference(nn.Module):
+    """The last layer's outputs cancel to 1e-6 of what they are sums of: float32 has nothing left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.a(x))
+        y = self.b(h) + 1e6
+        return y - 1e6
+
+
+def test_rounding_that_is_amplified_is_no_wrong_surgery(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Difference(), torch.randn(64, 16)
+    noisy = ispasp.prune(model, [x], 0.5, compensate=None, progress=False)
+    assert noisy.evidence.holds
+    monkeypatch.setattr(module, "remove_", swapped)
+    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+        ispasp.prune(model, [x], 0.5, compensate=None, progress=False)
+
+
+def test_an_ill_conditioned_refit_is_accepted_with_advice() -> None:
+    """Six layers refitted to 40 examples with hardly any ridge: weights explode, and with them rounding."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model, x = nn.Sequential(*layers, nn.Linear(64, 4)), torch.randn(34, 64)
+    result = ispasp.prune(model, [x], 0.5, ridge=1e-12, progress=False)
+    assert result.evidence.holds
+    assert result.evidence.precise is None or any("rounding is amplified" in line for line in result.advice)
+
+
+def test_the_model_is_as_before_if_even_float64_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Wide(), torch.randn(64, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr(module, "remove_", swapped)
+    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+        ispasp.prune_(model, [x], {"a": 0.5}, progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
