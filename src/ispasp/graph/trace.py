@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.errors import TraceError
+from ispasp.graph.caches import without_cache, without_cache_inputs
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.graph.process import one_at_a_time, quiet
 
@@ -57,7 +58,7 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     ((1, 2), {})
     """
     if isinstance(batch, Mapping):
-        return (), dict(batch)
+        return (), without_cache_inputs(batch)
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     return (batch,), {}
@@ -95,7 +96,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     try:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
-        with torch.no_grad():
+        with torch.no_grad(), without_cache(model):
             model.train(training)
             yield
     finally:

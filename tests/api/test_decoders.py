@@ -1,0 +1,76 @@
+"""Language models from Python with a plain batch: caches are switched off for the time being."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ispasp
+
+transformers: Any = pytest.importorskip("transformers")
+IDS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), {"input_ids": IDS}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
+
+
+def whisper() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.WhisperConfig(
+        vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=20, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    sound = torch.randn(4, 8, 40, generator=torch.Generator().manual_seed(0))
+    return transformers.WhisperForConditionalGeneration(config), {
+        "input_features": sound,
+        "decoder_input_ids": IDS[:, :6],
+    }
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, t5, whisper])
+def test_a_plain_batch_is_enough(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
+    torch.manual_seed(0)
+    model, batch = build()
+    assert model.config.use_cache
+    result = ispasp.prune(model, [batch], 0.5, progress=False)
+    assert model.config.use_cache
+    assert result.model.config.use_cache
+    assert result.cost.params < 0.9 * result.cost.dense_params
+    assert result.evidence.holds
+    output = result.model.eval()(**batch)
+    assert output.past_key_values is not None
+
+
+def test_inputs_with_a_cache() -> None:
+    model, batch = llama()
+    found = ispasp.survey(model, {**batch, "use_cache": True, "past_key_values": None})
+    assert found.dimensions
+    filled = model(IDS, use_cache=True).past_key_values
+    with pytest.raises(ispasp.InputError, match="holds a filled cache, 'past_key_values': leave it out"):
+        ispasp.survey(model, {**batch, "past_key_values": filled})
+
+
+def test_the_cache_is_on_again_after_a_failure() -> None:
+    model, _ = llama()
+    with pytest.raises(ispasp.IspaspError):
+        ispasp.prune_(model, [{"input_ids": torch.ones(2, 3)}], 0.5, progress=False)
+    assert model.config.use_cache
