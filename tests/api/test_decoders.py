@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 import ispasp
+from ispasp.experiments._torchvision import import_torchvision
 
-transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
+import_torchvision()  # transformers imports it where it is installed
+transformers: Any = importlib.import_module("transformers")
 IDS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(0))
 
 

@@ -168,7 +168,10 @@ def check_cost(subject: Subject, result: ispasp.Result) -> None:
     for layer in result.layers:
         check(layer.kept == len(result.plan.kept[layer.name]), f"{layer.name}: layers and plan differ")
         check(0 < layer.kept <= layer.units, f"{layer.name}: {layer.kept} of {layer.units} kept")
-        check(math.isfinite(layer.certificate), f"{layer.name}: certificate {layer.certificate}")
+        check(
+            layer.certificate is None or math.isfinite(layer.certificate),
+            f"{layer.name}: certificate {layer.certificate}",
+        )
     str(result), result.to_json()
 
 

@@ -1,7 +1,7 @@
 """The proof in float64: it measures surgery, not rounding.
 
 A refit to few examples amplifies rounding, and half precision rounds so much that a wrong unit could hide in it. Here
-the graph of the pruned model runs against the masked graph of the dense one, both in float64 whatever the model's dtype.
+the graph of the pruned model runs against the masked graph of the dense one, both in float64.
 """
 
 from __future__ import annotations
