@@ -28,7 +28,7 @@ if "ISPASP_SHRINK" in os.environ:
 def surveyed(network: Network, scope: str) -> ispasp.Survey:
     try:
         return ispasp.survey(network.model, network.batch, scope=scope)
-    except ispasp.NothingToPruneError as nothing:
+    except ispasp.errors.NothingToPruneError as nothing:
         assert_no_mismatch(network, str(nothing))
         assume(False)
         raise

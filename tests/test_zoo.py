@@ -91,7 +91,7 @@ def test_removal_equals_masking(name: str) -> None:
 def test_where_nothing_can_go_the_reason_is_told(name: str) -> None:
     model, batch = build(name)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    with pytest.raises(ispasp.NothingToPruneError) as raised:
+    with pytest.raises(ispasp.errors.NothingToPruneError) as raised:
         ispasp.survey(model, batch)
     assert type(model).__name__ in str(raised.value)
     assert NOTHING[name] in str(raised.value)

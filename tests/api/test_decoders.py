@@ -69,7 +69,7 @@ def test_inputs_with_a_cache() -> None:
     found = ispasp.survey(model, {**batch, "use_cache": True, "past_key_values": None})
     assert found.dimensions
     filled = model(IDS, use_cache=True).past_key_values
-    with pytest.raises(ispasp.InputError, match="holds a filled cache, 'past_key_values': leave it out"):
+    with pytest.raises(ispasp.errors.InputError, match="holds a filled cache, 'past_key_values': leave it out"):
         ispasp.survey(model, {**batch, "past_key_values": filled})
 
 

@@ -182,10 +182,10 @@ def test_several_scores_and_training_in_between() -> None:
 @pytest.mark.parametrize("wrong", ["good", None, {}, {"a": "b"}, torch.ones(3)])
 def test_what_is_no_score_is_told_before_pruning(wrong: Any) -> None:
     dense = alive(mlp(6, 10, 3))
-    with pytest.raises(ispasp.InputError, match="evaluate\\(model\\) returned a .*: return a number"):
+    with pytest.raises(ispasp.errors.InputError, match="evaluate\\(model\\) returned a .*: return a number"):
         ispasp.prune_(dense, [X], evaluate=lambda _: wrong, progress=False)
     assert dense[0].out_features == 10
-    with pytest.raises(ispasp.InputError, match="evaluate=3: pass a function"):
+    with pytest.raises(ispasp.errors.InputError, match="evaluate=3: pass a function"):
         ispasp.prune(dense, [X], evaluate=3, progress=False)
 
 
@@ -218,7 +218,7 @@ def test_a_batch_that_was_divided_still_runs() -> None:
     dense = ByCount().double()
     try:
         result = ispasp.prune(dense, [X], progress=False)
-    except (ispasp.SurgeryError, ispasp.NothingToPruneError) as error:
+    except (ispasp.errors.SurgeryError, ispasp.errors.NothingToPruneError) as error:
         assert "pass hold_out=False" in str(error) or "many" in str(error)
     else:
         assert result.model(X).shape == (64, 3)

@@ -445,7 +445,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"accumulate": 0}, "accumulate=0: pass a whole number of 1 or more"),
     ({"seed": -1}, "seed=-1"),
     ({"checkpoint_every": 0}, "checkpoint_every=0"),
-    ({"recipe": "sgd"}, "pass ispasp.Sgd"),
+    ({"recipe": "sgd"}, "pass ispasp.train.Sgd"),
     ({"mixed_precision": "int8"}, "choose None, 'bf16' or 'fp16'"),
     ({"label_smoothing": 1.5}, "label_smoothing=1.5"),
     ({"label_smoothing": 0.1, "loss": lambda o, b: o.mean()}, "smooth the labels in your loss"),

@@ -103,7 +103,7 @@ def test_a_budget_and_a_loader_as_the_paper_uses_them() -> None:
     results = []
 
     def train(model: nn.Module) -> None:
-        results.append(ispasp.finetune(model, batches, epochs=5, recipe=ispasp.Sgd(lr=0.05), progress=False))
+        results.append(ispasp.finetune(model, batches, epochs=5, recipe=ispasp.train.Sgd(lr=0.05), progress=False))
 
     model = chain()
     before = [parameter.clone() for parameter in model.parameters()]
@@ -115,5 +115,5 @@ def test_a_budget_and_a_loader_as_the_paper_uses_them() -> None:
 
 
 def test_what_is_no_function_is_refused_before_pruning() -> None:
-    with pytest.raises(ispasp.InputError, match="finetune_between is a int: pass a function of the model"):
+    with pytest.raises(ispasp.errors.InputError, match="finetune_between is a int: pass a function of the model"):
         pruned(chain(), train=1)

@@ -67,7 +67,7 @@ def test_wrong_surgery_is_found_whatever_the_output(kind: str, gate: float, monk
     assert result.verified < 1e-5
     assert result.layers[0].certificate is not None
     monkeypatch.setattr(module, "remove_", rolled)
-    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+    with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune(model, [X], {"c": 6}, progress=False)
 
 
@@ -77,7 +77,7 @@ def test_consumers_that_are_no_layers_are_seen_in_the_output(kind: str, monkeypa
     model = Gated(OUTPUTS[kind], functional=True)
     assert not ispasp.prune(model, [X], {"c": 6}, progress=False).unproved
     monkeypatch.setattr(module, "remove_", rolled)
-    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+    with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune(model, [X], {"c": 6}, progress=False)
 
 

@@ -51,7 +51,7 @@ def test_a_wrong_unit_is_found_in_half_precision(
     assert result.evidence.precise < 1e-9
     assert all(p.dtype == dtype for p in result.model.parameters())
     monkeypatch.setattr(module, "remove_", swapped)
-    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+    with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune(model, [x], {"a": 0.5}, compensate=compensate, progress=False)
 
 
@@ -74,7 +74,7 @@ def test_rounding_that_is_amplified_is_no_wrong_surgery(monkeypatch: pytest.Monk
     noisy = ispasp.prune(model, [x], 0.5, compensate=None, progress=False)
     assert noisy.evidence.holds
     monkeypatch.setattr(module, "remove_", swapped)
-    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+    with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune(model, [x], 0.5, compensate=None, progress=False)
 
 
@@ -93,6 +93,6 @@ def test_the_model_is_as_before_if_even_float64_differs(monkeypatch: pytest.Monk
     model, x = Wide(), torch.randn(64, 16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.setattr(module, "remove_", swapped)
-    with pytest.raises(ispasp.SurgeryError, match="does not equal masking"):
+    with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune_(model, [x], {"a": 0.5}, progress=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -179,7 +179,9 @@ def test_a_failure_inside_the_forward_leaves_everything_as_it_was(at: str, error
     model.bomb.at = {"first": 1, "middle": calls - 2, "last": calls}[at]
     model.bomb.error = error
     before = state(model)
-    told = ispasp.InputError if (at, error) == ("first", ValueError) else error  # the batch does not fit the model
+    told = (
+        ispasp.errors.InputError if (at, error) == ("first", ValueError) else error
+    )  # the batch does not fit the model
     with pytest.raises(told, match="stop"):
         ispasp.prune_(model, batches(), recalibrate=True, progress=False)
     assert_same(state(model), before)

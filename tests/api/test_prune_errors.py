@@ -129,7 +129,7 @@ def test_options_are_checked_before_the_model_is_touched() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise AssertionError("the model was copied")
 
-    with pytest.raises(ispasp.InputError, match="compensate"):
+    with pytest.raises(ispasp.errors.InputError, match="compensate"):
         ispasp.prune(Uncopyable(2, 2), [], compensate="no")
     with pytest.raises(TypeError, match="sparsity"):
         ispasp.prune(Uncopyable(2, 2), [], sparsity=0.5)
@@ -137,7 +137,7 @@ def test_options_are_checked_before_the_model_is_touched() -> None:
 
 @pytest.mark.parametrize("verb", [ispasp.prune, ispasp.prune_])
 def test_what_is_no_model(verb: Any) -> None:
-    with pytest.raises(ispasp.InputError, match="model is a function: pass a torch.nn.Module"):
+    with pytest.raises(ispasp.errors.InputError, match="model is a function: pass a torch.nn.Module"):
         verb(lambda x: x, [X])
 
 
@@ -188,14 +188,14 @@ def test_a_batch_that_takes_another_way_is_told() -> None:
 
 def test_a_model_without_values() -> None:
     model = nn.Sequential(nn.Linear(6, 10, device="meta"), nn.ReLU(), nn.Linear(10, 3, device="meta"))
-    with pytest.raises(ispasp.InputError, match="'0.weight' is on the meta device and has no values: load the"):
+    with pytest.raises(ispasp.errors.InputError, match="'0.weight' is on the meta device and has no values: load the"):
         ispasp.prune(model, [X.float()], progress=False)
 
 
 def test_a_model_that_cannot_be_copied() -> None:
     model = net()
     model.graph = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)  # torch does not copy such parameters
-    with pytest.raises(ispasp.InputError, match=r"Sequential cannot be copied \(.*\): use prune_"):
+    with pytest.raises(ispasp.errors.InputError, match=r"Sequential cannot be copied \(.*\): use prune_"):
         ispasp.prune(model, [X], progress=False)
 
 

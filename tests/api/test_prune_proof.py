@@ -59,7 +59,7 @@ def test_wrong_surgery_is_noticed_and_taken_back(how: str, monkeypatch: pytest.M
     sizes = {name: vars(m).get("out_channels") for name, m in model.named_modules()}
     monkeypatch.setattr(module, "remove_", SABOTAGE[how])
     with pytest.raises(
-        ispasp.SurgeryError, match=r"removing units does not equal masking them .*the model is as it was"
+        ispasp.errors.SurgeryError, match=r"removing units does not equal masking them .*the model is as it was"
     ):
         ispasp.prune_(model, IMAGES, progress=False)
     assert model.state_dict().keys() == before.keys()
@@ -71,7 +71,7 @@ def test_wrong_surgery_is_noticed_and_taken_back(how: str, monkeypatch: pytest.M
 
 def test_the_guilty_dimension_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "remove_", SABOTAGE["consumer reads other filters"])
-    with pytest.raises(ispasp.SurgeryError, match=r"pass skip=\['layer1.1.conv1'\]"):
+    with pytest.raises(ispasp.errors.SurgeryError, match=r"pass skip=\['layer1.1.conv1'\]"):
         ispasp.prune(alive(ResNet(small=True)), IMAGES, progress=False)
 
 
@@ -120,5 +120,5 @@ def test_a_certificate_sees_what_the_output_hides(monkeypatch: pytest.MonkeyPatc
         model.b.weight.data = model.b.weight.data.roll(1, 1)
 
     monkeypatch.setattr(module, "remove_", damaged)
-    with pytest.raises(ispasp.SurgeryError, match=r"pass skip=\['a'\]"):
+    with pytest.raises(ispasp.errors.SurgeryError, match=r"pass skip=\['a'\]"):
         ispasp.prune(alive(Faint()), [torch.randn(9, 6, dtype=torch.float64)], compensate=None, progress=False)

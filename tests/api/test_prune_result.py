@@ -33,7 +33,7 @@ def strict(text: str) -> Any:
         {},
         {"compensate": None, "order": "oneshot", "method": "topk"},
         {"keep": numpy.float32(0.5), "round_to": numpy.int64(2), "memory": numpy.int64(1000)},
-        {"keep": {"0": [1, 2, 3], "*": 0.5}, "method": ispasp.ISpaSP(iterations=3)},
+        {"keep": {"0": [1, 2, 3], "*": 0.5}, "method": ispasp.select.ISpaSP(iterations=3)},
         {"keep": ispasp.Params(0.5), "ridge": numpy.float64(1e-3)},
         {"keep": ispasp.Macs(1000), "recalibrate": True},
         {"keep": 1.0},
@@ -96,13 +96,13 @@ def test_notes_are_printed() -> None:
 
 
 def test_layers_tell_what_happened() -> None:
-    result = ispasp.prune(alive(mlp(6, 10, 8, 3)), [X], 0.3, method=ispasp.ISpaSP(iterations=7), progress=False)
+    result = ispasp.prune(alive(mlp(6, 10, 8, 3)), [X], 0.3, method=ispasp.select.ISpaSP(iterations=7), progress=False)
     first, second = result.layers
     assert (first.name, first.kind, first.units, first.kept) == ("0", "neuron", 10, 3)
     assert (second.name, second.kind, second.units, second.kept) == ("2", "neuron", 8, 2)
     assert 1 <= first.iterations <= 7
     assert 0 < first.relative_error < first.uncompensated_error <= 1
-    assert result.settings["method"] == str(ispasp.ISpaSP(iterations=7))
+    assert result.settings["method"] == str(ispasp.select.ISpaSP(iterations=7))
 
 
 def first_error(model: nn.Module, result: ispasp.Result) -> float:

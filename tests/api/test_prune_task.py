@@ -90,12 +90,12 @@ def test_gfs_takes_the_best_first_unit_for_the_loss() -> None:
 
 
 def test_a_method_without_scores_cannot_be_ranked_globally() -> None:
-    with pytest.raises(ispasp.InputError, match="does not score units one by one"):
+    with pytest.raises(ispasp.errors.InputError, match="does not score units one by one"):
         ispasp.prune(net(), data(), 0.5, method="obs", order="global", **OPTIONS)
 
 
 def test_a_loss_is_asked_for() -> None:
-    with pytest.raises(ispasp.InputError, match="needs a loss"):
+    with pytest.raises(ispasp.errors.InputError, match="needs a loss"):
         ispasp.prune(net(), data(), 0.5, method="taylor", **OPTIONS)
 
 

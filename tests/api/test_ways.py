@@ -83,7 +83,7 @@ def test_an_axis_cut_at_the_length_of_the_input_is_cut_alike_for_all() -> None:
     batches = [torch.randn(4, 3, 8), torch.randn(4, 7, 8)]
     try:
         result = ispasp.prune(Cut(), batches, 0.5, progress=False)
-    except ispasp.NothingToPruneError:
+    except ispasp.errors.NothingToPruneError:
         return
     for batch in batches:
         assert torch.isfinite(result.model(batch)).all()
@@ -100,7 +100,7 @@ def test_a_kind_that_comes_late_is_refused_if_it_goes_another_way() -> None:
             self.times += 1
             return iter([torch.randn(4, 3 if self.times < 3 else 7, 8)])
 
-    with pytest.raises(ispasp.InputError, match="takes another way"):
+    with pytest.raises(ispasp.errors.InputError, match="takes another way"):
         ispasp.prune(Ways(lambda x: x.shape[1] < 5), Later(), 0.5, order="oneshot", compensate=None, progress=False)
 
 
@@ -142,7 +142,7 @@ def test_train_only_branches_survive_saving_and_training(tmp_path: Any) -> None:
         return output[0].square().mean() + output[1].square().mean()
 
     before = again.aux.weight.detach().clone()
-    ispasp.finetune(again, [(x, torch.zeros(4))], epochs=1, loss=loss, recipe=ispasp.Sgd(lr=0.1), progress=False)
+    ispasp.finetune(again, [(x, torch.zeros(4))], epochs=1, loss=loss, recipe=ispasp.train.Sgd(lr=0.1), progress=False)
     assert not torch.equal(again.aux.weight, before)
 
 

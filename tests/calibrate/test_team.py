@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from calibrate.ranks import SCENARIOS, SIZE, described, own_choice, shard
-from ispasp import DistributedError, InputError
 from ispasp.calibrate import measure
 from ispasp.calibrate.team import Alone, team
 from ispasp.calibrate.team_statistics import agreed, blank, outline, rebuilt, sums
+from ispasp.errors import DistributedError, InputError
 from ispasp.types import Moment, Reading, Statistics
 from support.problems import Problem, problems
 

@@ -49,10 +49,10 @@ def test_random_networks(network: Network, options: dict[str, object]) -> None:
     dense = copy.deepcopy(network.model)
     try:
         result = ispasp.prune(network.model, [network.batch], progress=False, **options)
-    except ispasp.NothingToPruneError:
+    except ispasp.errors.NothingToPruneError:
         assume(False)
         raise
-    except ispasp.SurgeryError:
+    except ispasp.errors.SurgeryError:
         assume(not network.stubborn)  # sizes stand in the code of its forward
         raise
     check(result)

@@ -45,5 +45,5 @@ def test_the_report_and_the_network_are_written(done: demo.Demo, tmp_path: Path)
 
 
 def test_a_wrong_keep_is_told_before_training() -> None:
-    with pytest.raises(ispasp.InputError, match="keep=1.5"):
+    with pytest.raises(ispasp.errors.InputError, match="keep=1.5"):
         demo.run(keep=1.5, epochs=10**9)

@@ -98,7 +98,7 @@ FROZEN: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
 def test_what_depends_on_the_whole_axis_is_frozen_with_the_reason(name: str) -> None:
     between, reason = FROZEN[name]
     torch.manual_seed(0)
-    with pytest.raises(ispasp.NothingToPruneError, match=reason):
+    with pytest.raises(ispasp.errors.NothingToPruneError, match=reason):
         ispasp.survey(Net(between).double().eval(), torch.randn(4, 5, dtype=torch.float64))
 
 

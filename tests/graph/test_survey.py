@@ -52,9 +52,9 @@ def test_an_op_without_a_rule_freezes_and_is_named() -> None:
 
 
 def test_nothing_to_prune_raises_and_says_why() -> None:
-    with pytest.raises(ispasp.NothingToPruneError, match="Linear: .*reaches the model output"):
+    with pytest.raises(ispasp.errors.NothingToPruneError, match="Linear: .*reaches the model output"):
         ispasp.survey(nn.Linear(4, 2), X)
-    with pytest.raises(ispasp.NothingToPruneError, match="aten.lstm"):
+    with pytest.raises(ispasp.errors.NothingToPruneError, match="aten.lstm"):
         ispasp.survey(nn.LSTM(4, 8), X[None])
 
 
@@ -100,9 +100,9 @@ def test_plans_by_globs_numbers_and_units() -> None:
     assert survey.plan(0.5).kept == {"0": (0, 1, 2, 3), "1": (0, 1, 2)}
     assert survey.plan({"0": [5, 1], "*": 2}).kept == {"0": (1, 5), "1": (0, 1)}
     assert survey.plan({"1": 1.0}).kept == {}
-    with pytest.raises(ispasp.InputError, match="no hidden dimension fits 'fc'"):
+    with pytest.raises(ispasp.errors.InputError, match="no hidden dimension fits 'fc'"):
         survey.plan({"fc": 0.5})
-    with pytest.raises(ispasp.InputError, match="hidden dimension '0' has 8 units; keep=9"):
+    with pytest.raises(ispasp.errors.InputError, match="hidden dimension '0' has 8 units; keep=9"):
         survey.plan({"0": 9})
 
 
@@ -126,7 +126,7 @@ def test_damaged_plans_are_refused(change, message: str) -> None:
     assert ispasp.Plan.from_json(text).to_json() == text
     damaged = change(text)
     assert damaged != text
-    with pytest.raises(ispasp.PlanError, match=message):
+    with pytest.raises(ispasp.errors.PlanError, match=message):
         ispasp.Plan.from_json(damaged)
 
 
@@ -152,13 +152,13 @@ def test_cost_is_what_torch_counts() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ispasp.InputError, match="scope='everything'"):
+    with pytest.raises(ispasp.errors.InputError, match="scope='everything'"):
         ispasp.survey(net(), X, scope="everything")
-    with pytest.raises(ispasp.InputError, match="kinds has"):
+    with pytest.raises(ispasp.errors.InputError, match="kinds has"):
         ispasp.survey(net(), X, kinds=["layer"])
-    with pytest.raises(ispasp.NothingToPruneError, match="was not asked for"):
+    with pytest.raises(ispasp.errors.NothingToPruneError, match="was not asked for"):
         ispasp.survey(net(), X, kinds=["head"])
-    with pytest.raises(ispasp.TraceError, match="cannot trace Sequential: .*Check that model"):
+    with pytest.raises(ispasp.errors.TraceError, match="cannot trace Sequential: .*Check that model"):
         ispasp.survey(net(), torch.randn(2, 5))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import ispasp
-from ispasp import InputError, SaveError
+from ispasp.errors import InputError, SaveError
 from ispasp.integrations.offload import materialised
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following device_map keys")  # tensors at the top are no submodules

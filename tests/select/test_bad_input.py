@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import ispasp
-from ispasp import InputError, ISpaSP, IspaspError, Random, TopK, i_spasp, select_units
+from ispasp import IspaspError
 from ispasp.calibrate import measure
-from ispasp.select import Evidence, ThiNet, energy
+from ispasp.errors import InputError
+from ispasp.select import Evidence, ISpaSP, Random, ThiNet, TopK, energy, i_spasp, select_units
 from ispasp.types import ConvConsumer, Gram, LinearConsumer, Magnitude, Moment, Reading, Statistics
 from ispasp.types.geometry import Geometry
 
@@ -58,7 +59,7 @@ CASES = {
     "no statistics": (lambda: i_spasp([], 1), "no statistics"),
     "no moment": (lambda: i_spasp(Statistics(4, (Reading(A),)), 1), "no first moments: take them"),
     "no magnitude": (
-        lambda: ispasp.TopK().select(Statistics(4, (Reading(A),)), 1),
+        lambda: ispasp.select.TopK().select(Statistics(4, (Reading(A),)), 1),
         "no magnitudes: take them",
     ),
     "no consumer": (lambda: Statistics(4, ()), "at least one consumer"),

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from ispasp import i_spasp, select_units
 from ispasp.calibrate import measure
 from ispasp.calibrate.patches import patches
-from ispasp.select import Evidence, energy
+from ispasp.select import Evidence, energy, i_spasp, select_units
 from ispasp.types import ConvConsumer, LinearConsumer, Statistics
 from ispasp.types.geometry import Geometry
 from support.problems import Problem, problems

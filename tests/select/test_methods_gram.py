@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from ispasp import InputError
 from ispasp.calibrate import measure
 from ispasp.calibrate.patches import patches
+from ispasp.errors import InputError
 from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, ThiNet, select_units
 from ispasp.select.energy import columns
 from ispasp.select.obs import _Regression

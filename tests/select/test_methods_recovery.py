@@ -15,8 +15,8 @@ from sklearn.linear_model import lars_path, orthogonal_mp, orthogonal_mp_gram
 from torch import Tensor
 from torch.testing import assert_close
 
-from ispasp import InputError
 from ispasp.calibrate import measure
+from ispasp.errors import InputError
 from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, ThiNet, select_units
 from ispasp.select.energy import total_energy
 from ispasp.select.lasso import _Active

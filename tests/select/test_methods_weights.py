@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from ispasp import InputError
+from ispasp.errors import InputError
 from ispasp.select import FPGM, L1, L2, Selector, Slimming, Taylor, select_units, selector
 from ispasp.select.fpgm import _summed_distances
 from ispasp.types import LinearConsumer, Producer, Reading, Selection, Sensitivity, Statistics

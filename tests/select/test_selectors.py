@@ -22,8 +22,8 @@ from support.problems import Problem, problems
 MEASURED = ("moment", "magnitude", "gram")
 VARIANTS: dict[str, Selector] = {
     **{name: selector(name) for name in ispasp.methods()},
-    "ispasp by magnitude": ispasp.ISpaSP(rank="magnitude"),
-    "ispasp by mini-batch": ispasp.ISpaSP(minibatches=True),
+    "ispasp by magnitude": ispasp.select.ISpaSP(rank="magnitude"),
+    "ispasp by mini-batch": ispasp.select.ISpaSP(minibatches=True),
     "gfs of some": ispasp.select.GFS(candidates=3),
 }
 DRAWING = ("random", "gfs of some")  # they draw indices, which other names for the units do not follow
@@ -100,7 +100,7 @@ def test_right_count_sorted_and_repeatable(name: str, problem: Problem, keep: fl
     state = torch.get_rng_state()
     selection = VARIANTS[name].select(statistics, keep)
     assert torch.equal(state, torch.get_rng_state())
-    assert len(selection.kept) == ispasp.units_to_keep(keep, problem.units)
+    assert len(selection.kept) == ispasp.select.units_to_keep(keep, problem.units)
     assert list(selection.kept) == sorted(set(selection.kept))
     torch.manual_seed(1)  # the seed of a method is its own
     assert selection == VARIANTS[name].select(statistics, keep)
@@ -288,9 +288,9 @@ def test_a_method_names_its_paper_what_it_needs_and_what_it_costs(name: str) -> 
 
 
 def test_random_depends_on_its_seed_only() -> None:
-    statistics = Statistics(20, (ispasp.Reading(LinearConsumer(torch.eye(20))),))
-    draws = {ispasp.Random(seed=seed).select(statistics, 5).kept for seed in range(20)}
+    statistics = Statistics(20, (ispasp.select.Reading(LinearConsumer(torch.eye(20))),))
+    draws = {ispasp.select.Random(seed=seed).select(statistics, 5).kept for seed in range(20)}
     state = torch.get_rng_state()
     assert len(draws) > 10
-    assert ispasp.Random(seed=3).select(statistics, 5).kept in draws
+    assert ispasp.select.Random(seed=3).select(statistics, 5).kept in draws
     assert torch.equal(state, torch.get_rng_state())

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ispasp
+from ispasp.api.finetune import FinetuneResult
 from soak.case import Case, check
 from soak.state import check_same, process_unchanged, weights
 
@@ -75,13 +76,13 @@ def run(case: Case) -> None:
         "accumulate": case.pick(1, 1, 2, 3),
         "seed": case.rng.randrange(100),
         "progress": False,
-        "recipe": case.pick(ispasp.Sgd(lr=0.1), ispasp.AdamW(lr=0.01)),
+        "recipe": case.pick(ispasp.train.Sgd(lr=0.1), ispasp.train.AdamW(lr=0.01)),
     }
     case.options |= options
     teacher = case.chosen("teacher", False, True)
     fault = case.chosen("fault", "loss", "evaluate", "batch", "kill", "kill", "ctrl-c")
 
-    def train(folder: Path | None, tick: Callable[[str], None]) -> tuple[nn.Module, ispasp.FinetuneResult]:
+    def train(folder: Path | None, tick: Callable[[str], None]) -> tuple[nn.Module, FinetuneResult]:
         model = network(seed)
 
         def loss(output: Tensor, batch: Any) -> Tensor:
@@ -96,7 +97,7 @@ def run(case: Case) -> None:
         batches = loader(kind, seed)
         if fault == "batch" and kind == "list":
             batches = Ticking(batches, tick)
-        more: dict[str, Any] = {"teacher": ispasp.Teacher(network(seed + 1))} if teacher else {}
+        more: dict[str, Any] = {"teacher": ispasp.train.Teacher(network(seed + 1))} if teacher else {}
         with process_unchanged("finetune"):
             result = ispasp.finetune(model, batches, checkpoint=folder, loss=loss, evaluate=evaluate, **more, **options)
         return model, result

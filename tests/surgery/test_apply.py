@@ -146,7 +146,7 @@ def test_a_wrong_plan_is_caught_and_names_the_guilty_dimension() -> None:
     data["tensors"]["2.bias"]["axes"] = {}
     wrong = ispasp.Plan.from_json(json.dumps(data))
     before = snapshot(model)
-    with pytest.raises(ispasp.SurgeryError, match="'2' does not equal masking"):
+    with pytest.raises(ispasp.errors.SurgeryError, match="'2' does not equal masking"):
         ispasp.apply_(model, wrong, ROWS)
     assert unchanged(model, before)
 
@@ -155,11 +155,11 @@ def test_a_plan_fits_its_own_dense_model_only() -> None:
     model = mlp()
     plan = ispasp.survey(model, ROWS).plan(0.5)
     ispasp.apply_(model, plan, ROWS)
-    with pytest.raises(ispasp.PlanError, match=r"shape \(4, 4\), the plan expects \(8, 4\): apply a plan once"):
+    with pytest.raises(ispasp.errors.PlanError, match=r"shape \(4, 4\), the plan expects \(8, 4\): apply a plan once"):
         ispasp.apply_(model, plan)
-    with pytest.raises(ispasp.PlanError, match="has no"):
+    with pytest.raises(ispasp.errors.PlanError, match="has no"):
         ispasp.apply_(nn.Linear(4, 8), plan)
-    with pytest.raises(ispasp.InputError, match="pass an ispasp.Plan"):
+    with pytest.raises(ispasp.errors.InputError, match="pass an ispasp.Plan"):
         ispasp.apply_(model, {"0": [1]})
 
 

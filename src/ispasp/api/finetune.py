@@ -152,7 +152,9 @@ def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, eve
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(f"no parameter of {type(model).__name__} can change: call model.requires_grad_(True) first")
     if not isinstance(recipe, Recipe):
-        raise InputError(f"recipe is a {type(recipe).__name__}: pass ispasp.Sgd(lr=...) or ispasp.AdamW(lr=...)")
+        raise InputError(
+            f"recipe is a {type(recipe).__name__}: pass ispasp.train.Sgd(lr=...) or ispasp.train.AdamW(lr=...)"
+        )
     if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs > 0):
         raise InputError(f"epochs={epochs!r}: pass a number above 0, such as 0.5")
     for name, value, least in (("accumulate", accumulate, 1), ("checkpoint_every", every, 1), ("seed", seed, 0)):

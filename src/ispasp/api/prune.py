@@ -31,7 +31,7 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     number or units, a budget such as `ispasp.Macs(0.5)`, or a recipe such as `ispasp.recipes["resnet34-2.69G"]`.
 
     Options, by keyword:
-      method       a name from `ispasp.methods()` or a selector such as `ispasp.ISpaSP(iterations=20)`
+      method       a name from `ispasp.methods()` or a selector such as `ispasp.select.ISpaSP(iterations=20)`
       compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
                    units, None leaves weights alone (but for the scale that `thinet` has of its own)
       order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense

@@ -78,9 +78,9 @@ def finetune(
         _save(loaded, folder, target)
 
 
-def _recipe(optimizer: str, lr: float | None) -> ispasp.Sgd | ispasp.AdamW:
+def _recipe(optimizer: str, lr: float | None) -> ispasp.train.Sgd | ispasp.train.AdamW:
     o.one_of("--optimizer", optimizer, "sgd", "adamw")
-    recipe = ispasp.Sgd() if optimizer == "sgd" else ispasp.AdamW()
+    recipe = ispasp.train.Sgd() if optimizer == "sgd" else ispasp.train.AdamW()
     return recipe if lr is None else replace(recipe, lr=lr)
 
 

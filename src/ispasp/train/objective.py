@@ -142,7 +142,7 @@ def _check_labelled(batch: Batch) -> None:
         keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         raise InputError(
             f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with 'labels', "
-            "or pass loss=lambda output, batch: ..., or teacher=ispasp.Teacher(dense_model, weight=1)"
+            "or pass loss=lambda output, batch: ..., or teacher=ispasp.train.Teacher(dense_model, weight=1)"
         )
 
 
