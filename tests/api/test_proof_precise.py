@@ -55,6 +55,49 @@ def test_a_wrong_unit_is_found_in_half_precision(
         ispasp.prune(model, [x], {"a": 0.5}, compensate=compensate, progress=False)
 
 
+class Normed(nn.Module):
+    """128 units behind a BatchNorm: every kind of tensor that surgery cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(16, 128), nn.BatchNorm1d(128), nn.Linear(128, 16)
+        with torch.no_grad():
+            for value in (self.norm.weight, self.norm.bias, self.norm.running_mean, self.norm.running_var):
+                value.add_(0.3 * torch.rand_like(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.norm(self.a(x))))
+
+
+def one_wrong_index(name: str, axis: int) -> Any:
+    """Surgery that takes a removed unit in place of the first kept one, in one tensor only."""
+
+    def damaged(model: nn.Module, plan: Plan, undo: Undo, *rest: Any) -> None:
+        dense = model.state_dict()[name].clone()
+        remove_(model, plan, undo, *rest)
+        gone = next(unit for unit in range(128) if unit not in plan.kept["a"])
+        model.state_dict()[name].select(axis, 0).copy_(dense.select(axis, gone))
+
+    return damaged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("a.weight", 0), ("a.bias", 0), ("b.weight", 1), ("norm.weight", 0), ("norm.bias", 0), ("norm.running_mean", 0),
+     ("norm.running_var", 0)],
+)  # fmt: skip
+def test_one_wrong_index_in_any_tensor_is_found(
+    dtype: torch.dtype, name: str, axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Normed().to(dtype).eval(), torch.randn(64, 16).to(dtype)
+    assert ispasp.prune(model, [x], 0.75, progress=False).evidence.holds
+    monkeypatch.setattr(module, "remove_", one_wrong_index(name, axis))
+    with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
+        ispasp.prune(model, [x], 0.75, progress=False)
+
+
 class Difference(nn.Module):
     """The last layer's outputs cancel to 1e-6 of what they are sums of: float32 has nothing left."""
 
