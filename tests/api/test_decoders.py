@@ -28,7 +28,9 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return transformers.GPT2LMHeadModel(config), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 
