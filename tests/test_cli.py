@@ -95,7 +95,7 @@ def test_help_lists_the_commands() -> None:
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=300, check=False
     )
     assert shown.returncode == 0, shown.stderr
-    names = ("survey", "prune", "finetune", "export", "reproduce", "bench", "demo")
+    names = ("survey", "prune", "evaluate", "finetune", "export", "reproduce", "bench", "demo")
     assert all(name in shown.stdout for name in names)
 
 
@@ -110,7 +110,7 @@ def test_synthetic_writes_its_files(ispasp_: Ispasp, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert {path.name for path in tmp_path.iterdir()} == {"synthetic.csv", "synthetic.png", "synthetic.md"}
     assert "Theorem 2" in done.out
-    assert done.err == ""  # no progress bar where there is no terminal
+    assert "\r" not in done.err and "\x1b" not in done.err  # no progress bar where there is no terminal
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision: pip install 'ispasp[vision]'")
@@ -195,7 +195,8 @@ def test_finetune_wins_back_accuracy_and_its_folder_can_be_used_on(ispasp_: Ispa
     taught = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--optimizer", "adamw",
                      "--teacher", "nets.py:tiny", "--out", "taught")  # fmt: skip
     assert taught.code == 0, taught.err
-    told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--teacher", "nets.py:other")
+    told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--teacher", "nets.py:other",
+                   "--out", "third")  # fmt: skip
     assert "nets.py:other does not run on 90 examples in data.npz" in told.err
     assert Path("taught/result.json").is_file()
 
@@ -221,7 +222,7 @@ WRONG = {
     "unknown glob": (["prune", "nets.py:tiny", *DATA, "--keep", "conv*=0.5"], "no hidden dimension fits 'conv*'"),
     "unknown order": (
         ["prune", "nets.py:tiny", *DATA, "--order", "backwards"],
-        "choose sequential, oneshot or global",
+        "'backwards' is not one of 'sequential', 'oneshot', 'global'",
     ),
     "unknown device": (["prune", "nets.py:tiny", *DATA, "--device", "toaster"], "--device toaster"),
     "no data": (["prune", "nets.py:tiny", "--data", "nowhere"], "no data at nowhere"),
@@ -242,7 +243,7 @@ WRONG = {
     "no weights": (["survey", "nets.py:tiny", "--weights", "w.pt"], "no weights at w.pt"),
     "pretrained file": (["survey", "nets.py:tiny", "--weights", "pretrained"], "--weights pretrained is for"),
     "not a pruned folder": (["finetune", "nowhere", *DATA], "nowhere holds no pruned model"),
-    "unknown optimizer": (["finetune", "ours", *DATA, "--optimizer", "lion"], "choose sgd or adamw"),
+    "unknown optimizer": (["finetune", "ours", *DATA, "--optimizer", "lion"], "is not one of 'sgd', 'adamw'"),
     "demo": (["demo", "--keep", "1.5"], "keep=1.5"),
     "no --data": (["prune", "nets.py:tiny"], "Missing option '--data': see `ispasp prune --help`"),
     "no model at all": (["survey"], "see `ispasp survey --help`"),
@@ -259,8 +260,11 @@ WRONG = {
         "minibatches is 'maybe': pass minibatches=true or minibatches=false",
     ),
     "half a candidate": (["prune", "nets.py:tiny", *DATA, "--method", "gfs:candidates=1.5"], "candidates=1.5"),
-    "unknown compensation": (["prune", "nets.py:tiny", *DATA, "--compensate", "yes"], "choose dense, local or none"),
-    "unknown refit": (["prune", "nets.py:tiny", *DATA, "--refit", "some"], "--refit some: choose consumers or all"),
+    "unknown compensation": (
+        ["prune", "nets.py:tiny", *DATA, "--compensate", "yes"],
+        "is not one of 'dense', 'local', 'none'",
+    ),
+    "unknown refit": (["prune", "nets.py:tiny", *DATA, "--refit", "some"], "is not one of 'consumers', 'all'"),
     "refit without dense": (["prune", "nets.py:tiny", *DATA, "--refit", "all", "--compensate", "none"], "refit='all'"),
     "no ridge": (["prune", "nets.py:tiny", *DATA, "--ridge", "0"], "ridge=0.0: pass a positive number"),
     "memory of no size": (
@@ -322,10 +326,18 @@ def test_what_says_nothing_is_not_kept_quiet(ispasp_: Ispasp, here: Path) -> Non
     assert "selection" in shown.out and shown.err == ""  # help, not an error
 
 
-def test_a_folder_may_be_pruned_into_again(ispasp_: Ispasp, here: Path) -> None:
-    for keep in ("0.5", "0.25"):
-        assert ispasp_("prune", "nets.py:tiny", *DATA, "--keep", keep, "--out", "tiny").code == 0
+def test_a_folder_is_written_into_again_by_force_only(ispasp_: Ispasp, here: Path) -> None:
+    once = ("prune", "nets.py:tiny", *DATA, "--out", "tiny", "--no-curves")
+    assert ispasp_(*once, "--keep", "0.5").code == 0
+    before = Path("tiny/model.safetensors").read_bytes()
+    refused = ispasp_(*once, "--keep", "0.25")
+    assert (refused.code, refused.err) == (
+        2, "ispasp: --out tiny is not empty: pass another folder, or --force to write into it\n")  # fmt: skip
+    assert Path("tiny/model.safetensors").read_bytes() == before
+    assert ispasp_(*once, "--keep", "0.25", "--force").code == 0
     assert json.loads(Path("tiny/result.json").read_text())["settings"]["keep"] == 0.25
+    tuned = ("finetune", "tiny", "--model", "nets.py:tiny", *DATA, "--out", "tiny")
+    assert "tiny is not empty" in ispasp_(*tuned).err
 
 
 def test_classes_of_training_and_validation_must_agree(ispasp_: Ispasp, here: Path) -> None:
@@ -338,7 +350,7 @@ def test_classes_of_training_and_validation_must_agree(ispasp_: Ispasp, here: Pa
         Image.new("RGB", (8, 8), (9, 9, 9)).save(f"{name}/1.png")
     ispasp_("prune", "conv.py:net", "--data", "train", "--size", 8, "--out", "small")
     tuned = ("finetune", "small", "--model", "conv.py:net", "--data", "train", "--size", 8)
-    assert "different classes, such as 'cat'" in ispasp_(*tuned, "--val", "val").err
+    assert "different classes, such as 'eel'" in ispasp_(*tuned, "--val", "val").err
     assert ispasp_(*tuned, "--val", "train").code == 0
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import ispasp
 from ispasp.cli.sources import Loaded, Wanted, load_data, load_model, runs, saved_folder
+from ispasp.cli.sources.preprocessing import Preprocessing
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, IspaspError, MissingExtraError
 from support.forge import forge_model
@@ -116,7 +117,9 @@ def test_models_of_torchvision_and_timm() -> None:
     assert torch.equal(first.model.features[0].weight, again.model.features[0].weight)  # seeded
     vit = load_model("timm:vit_tiny_patch16_224:depth=1,img_size=32")
     assert vit.input_size == (3, 32, 32)
-    assert vit.scale == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # as it was trained, not ImageNet's
+    told = vit.preprocessing  # as it was trained, not ImageNet's
+    assert (told.size, told.resize, told.mean, told.std) == (32, 35, (0.5,) * 3, (0.5,) * 3)
+    assert (told.interpolation, told.source) == ("bicubic", "timm's data config")
     for spec, near in (("torchvision:resnet35", "resnet34"), ("timm:resnt18", "resnet18")):
         with pytest.raises(InputError, match=near):
             load_model(spec)
@@ -132,6 +135,9 @@ def test_a_folder_may_not_name_code_to_run(tmp_path: Path, monkeypatch: pytest.M
     Path("small/result.json").write_text(json.dumps({"model": "evil.py:net"}))
     with pytest.raises(InputError, match="pass --model"):
         load_model("small")
+
+
+PLAIN = Preprocessing(mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 def identity(**options: Any) -> Loaded:
@@ -163,7 +169,7 @@ def test_numbered_classes_and_flat_folders(tmp_path: Path) -> None:
         picture(tmp_path / name, (8, 8), (9, 9, 9))
     data = load_data(str(tmp_path / "numbers"), identity(), Wanted(size=8))
     assert data.labels is not None and sorted(data.labels.tolist()) == [7, 10]
-    flat = load_data(str(tmp_path / "flat"), identity(input_size=(3, 12, 12)), Wanted())
+    flat = load_data(str(tmp_path / "flat"), identity(preprocessing=Preprocessing().sized(12)), Wanted())
     assert flat.labels is None
     assert flat.read([0]).shape == (1, 3, 12, 12)  # the model's own size
     with pytest.raises(InputError, match="have no labels"):
@@ -180,7 +186,7 @@ def test_the_centre_of_an_image_is_cut_out(tmp_path: Path) -> None:
     pixels = np.zeros((32, 64, 3), "uint8")
     pixels[:, 16:48] = 255  # a white square in the middle
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    x = load_data(str(tmp_path), identity(scale=((0.0,) * 3, (1.0,) * 3)), Wanted(size=28)).read([0])
+    x = load_data(str(tmp_path), identity(preprocessing=PLAIN), Wanted(size=28)).read([0])
     torch.testing.assert_close(x, torch.ones(1, 3, 28, 28))
 
 
@@ -326,7 +332,7 @@ def test_data_sets_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
         return Rows(img=[grey, red], label=[1, 0])
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    data = load_data("hf-dataset:pictures:small:test", identity(scale=((0.0,) * 3, (1.0,) * 3)), Wanted(size=8))
+    data = load_data("hf-dataset:pictures:small:test", identity(preprocessing=PLAIN), Wanted(size=8))
     assert data.labels is not None and data.labels.tolist() == [1, 0]
     x = data.read([0, 1])
     assert x.shape == (2, 3, 8, 8)

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.cli.sources.huggingface import image_scale
+from ispasp.cli.sources.huggingface import image_preprocessing
+from ispasp.cli.sources.preprocessing import Preprocessing
 from ispasp.cli.sources.saved import is_saved
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, IspaspError, SaveError
-from ispasp.experiments.data.images import IMAGENET
 from support.files_fuzz import Attend, saved_files
 from support.forge import forge_model, read
 from support.refusing import ESCAPE, refused, sparse
@@ -100,7 +100,7 @@ def test_huge_files_are_not_read(folder: Path) -> None:
         refused(lambda name=name: fill(nn.Linear(2, 2), folder / name), InputError, "damaged|cannot be read")
     for name in ("result.json", "preprocessor_config.json"):
         sparse(folder / name, 6 * 2**30)
-    assert image_scale(str(folder)) == IMAGENET
+    assert image_preprocessing(str(folder)) == Preprocessing()
 
 
 def test_a_huge_plan_of_the_first_version_is_not_read(folder: Path) -> None:

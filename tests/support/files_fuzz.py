@@ -29,7 +29,7 @@ from torch.nn.utils import parametrizations
 
 import ispasp
 from ispasp.cli.sources import Examples, Loaded, Wanted, load_data
-from ispasp.cli.sources.huggingface import image_scale
+from ispasp.cli.sources.huggingface import image_preprocessing
 from ispasp.cli.sources.saved import load_saved
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import IspaspError, visible
@@ -211,8 +211,8 @@ def command_line_file(rng: random.Random, folder: Path) -> None:
         (folder / "result.json").write_text(damaged_json(json.loads(files["result.json"]), rng), errors="surrogatepass")
     else:
         (folder / "result.json").write_bytes(damaged_bytes(files["result.json"], rng))
-    mean, deviation = image_scale(str(folder))
-    assert len(mean) == len(deviation) == 3
+    prepare = image_preprocessing(str(folder))
+    assert len(prepare.mean) == len(prepare.std) in (1, 3) and min(prepare.std) > 0
     load_saved(folder, "", lambda spec: Loaded(seeded(Conv), spec))
 
 

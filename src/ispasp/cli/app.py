@@ -11,6 +11,7 @@ import typer
 import ispasp
 from ispasp.cli.bench import bench
 from ispasp.cli.demo import demo
+from ispasp.cli.evaluate import evaluate
 from ispasp.cli.export import export
 from ispasp.cli.failures import DEBUG, is_usage, one_line
 from ispasp.cli.finetune import finetune
@@ -18,8 +19,8 @@ from ispasp.cli.prune import prune
 from ispasp.cli.reproduce import reproduce
 from ispasp.cli.survey import survey
 
-app = typer.Typer(name="ispasp", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (survey, prune, finetune, export, demo):
+app = typer.Typer(name="ispasp", no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (survey, prune, evaluate, finetune, export, demo):
     app.command()(command)
 app.add_typer(reproduce, name="reproduce")
 app.add_typer(bench, name="bench")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ispasp.cli.options import writable
+from ispasp.cli.checks import writable
 
 
 def demo(

@@ -10,30 +10,28 @@ import typer
 
 import ispasp
 from ispasp.cli import options as o
-from ispasp.cli.sources import load_model
+from ispasp.cli.checks import warn, writable
+from ispasp.cli.grouped import grouped
 from ispasp.errors import InputError
 
 
+@grouped
 def export(
-    model: o.Model,
+    model: o.ModelOptions,
     path: Annotated[Path, typer.Argument(help="File to write, such as model.onnx.")],
-    weights: o.Weights = "",
-    dense: o.Dense = "",
+    reading: o.ReadingOptions,
     data: o.Data = "random",
     input_size: o.InputSize = "",
-    size: o.ImageSize = None,
-    key: o.Key = "",
-    length: o.Length = 128,
     opset: Annotated[int | None, typer.Option(help="ONNX opset. Default: the exporter's.", min=1)] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative error of onnxruntime's output.")] = 1e-4,
 ) -> None:
     """Write a model, dense or pruned, as ONNX, and check that onnxruntime computes the same."""
     if path.is_dir():
         raise InputError(f"{path} is a folder: pass a file in it, such as {path / 'model.onnx'}")
-    o.writable(path.parent, option="")
-    loaded = load_model(model, weights, dense=dense)
-    o.warn(loaded.warnings)
-    batch = o.one_batch(loaded, data, o.wanted(input_size, size, key, length))
+    writable(path.parent, option="")
+    loaded = model.load()
+    warn(loaded.warnings)
+    batch = o.one_batch(loaded, data, reading.wanted(input_size=input_size))
     error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance)
     _check_opset(path, opset)
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); onnxruntime differs from torch by {error:.0e}")
@@ -44,4 +42,4 @@ def _check_opset(path: Path, wanted: int | None) -> None:
     onnx = importlib.import_module("onnx")
     written = next(s.version for s in onnx.load(path, load_external_data=False).opset_import if not s.domain)
     if wanted is not None and written != wanted:
-        o.warn([f"the exporter cannot write opset {wanted}: {path} has opset {written}."])
+        warn([f"the exporter cannot write opset {wanted}: {path} has opset {written}."])

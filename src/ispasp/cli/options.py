@@ -1,26 +1,26 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, one by one and in groups."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ispasp.api.files import FILES
-from ispasp.cli.sources import Loaded, Wanted, is_saved, load_data, runs, sizes
-from ispasp.errors import InputError, visible
+from ispasp.api.survey import KINDS
+from ispasp.cli import choices
+from ispasp.cli.checks import numbers
+from ispasp.cli.sources import Loaded, Wanted, load_data, load_model, runs, sizes
 
-DATA, WHAT = "Data", "What to prune"
+ALL_KINDS = ",".join(KINDS)
+DATA, WHAT, IMAGES = "Data", "What to prune", "Images"
 
 Model = Annotated[
     str,
     typer.Argument(
         help="torchvision:NAME, timm:NAME, hf:FOLDER_OR_NAME, path/to/file.py:factory, or a folder that `ispasp prune` "
-        "wrote. Options follow a name: torchvision:resnet18:num_classes=10."
+        "wrote. Options follow a name: torchvision:resnet18:num_classes=10, nets.py:build:width=32."
     ),
 ]
 Weights = Annotated[
@@ -30,10 +30,22 @@ Weights = Annotated[
     ),
 ]
 Dense = Annotated[str, typer.Option("--model", help="The dense model of a pruned folder, if the folder cannot tell.")]
+TaskClass = Annotated[
+    choices.Task | None, typer.Option("--task", help="Class of a Hugging Face model. Default: as its config says.")
+]
 Data = Annotated[
     str,
     typer.Option(
-        help="Image folder, .npz, text file (one example per line), hf-dataset:NAME; or random, to try it out.",
+        help="Image folder, .npz, text file (one example per line), table (.csv, .tsv), hf-dataset:NAME; or random, to "
+        "try it out. Sub-folders of images are classes: a number is the class itself.",
+        rich_help_panel=DATA,
+    ),
+]
+Labelled = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="Data with labels: image folder with one sub-folder per class, .npz, table (.csv, .tsv), hf-dataset:NAME.",
         rich_help_panel=DATA,
     ),
 ]
@@ -43,85 +55,85 @@ ExampleCount = Annotated[
 BatchSize = Annotated[int, typer.Option(help="Examples in a batch.", min=1, rich_help_panel=DATA)]
 ImageSize = Annotated[
     int | None,
-    typer.Option(help="Side of images in pixels. Default: the model's, else 224.", min=1, rich_help_panel=DATA),
+    typer.Option(help="Side of images in pixels. Default: the model's, else 224.", min=1, rich_help_panel=IMAGES),
 ]
+Resize = Annotated[
+    int | None,
+    typer.Option(
+        help="Shorter side of images before their centre is cut out. Default: the model's, else 8/7 of --size.",
+        min=1,
+        rich_help_panel=IMAGES,
+    ),
+]
+Mean = Annotated[
+    str,
+    typer.Option(
+        help="Mean of pixels, such as 0.5,0.5,0.5. Default: the model's, else ImageNet's.", rich_help_panel=IMAGES
+    ),
+]
+Std = Annotated[str, typer.Option(help="Standard deviation of pixels, alike.", rich_help_panel=IMAGES)]
 InputSize = Annotated[str, typer.Option(help="Size of one random input, such as 3x224x224.", rich_help_panel=DATA)]
 Key = Annotated[
-    str, typer.Option(help="Array of an .npz (default: the first) or column of a data set.", rich_help_panel=DATA)
+    str,
+    typer.Option(
+        help="Array of an .npz (default: the first), or column of a table or data set; two columns of a table are a "
+        "pair of texts.",
+        rich_help_panel=DATA,
+    ),
 ]
-Labels = Annotated[str, typer.Option(help="Labels: array of an .npz or column of a data set.", rich_help_panel=DATA)]
+Labels = Annotated[
+    str, typer.Option(help="Labels: array of an .npz, or column of a table or data set.", rich_help_panel=DATA)
+]
 Length = Annotated[int, typer.Option(help="Longest text, in tokens.", min=1, rich_help_panel=DATA)]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0, max=2**32 - 1)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ... Default: cuda where there is one.")]
-Scope = Annotated[str, typer.Option(help="blocks, as the paper, or all: residual streams too.", rich_help_panel=WHAT)]
+Scope = Annotated[
+    choices.Scope, typer.Option(help="blocks, as the paper, or all: residual streams too.", rich_help_panel=WHAT)
+]
 Kinds = Annotated[
-    str, typer.Option(help="Which units: neuron, filter, head; separated by commas.", rich_help_panel=WHAT)
+    str,
+    typer.Option(
+        help="Which units: neuron, filter, head; separated by commas.",
+        autocompletion=choices.complete_kinds,
+        rich_help_panel=WHAT,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Out = Annotated[Path, typer.Option(help="Folder to write to.")]
+Force = Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")]
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """Names separated by commas.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model."""
 
-    >>> listed("neuron, head")
-    ('neuron', 'head')
-    """
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    model: Model
+    weights: Weights = ""
+    dense: Dense = ""
+    task: TaskClass = None
 
-
-def one_of(option: str, text: str, *known: str) -> str:
-    """The text, if it is among those known.
-
-    >>> one_of("--order", "backwards", "sequential", "oneshot", "global")
-    Traceback (most recent call last):
-    ispasp.errors.InputError: --order backwards: choose sequential, oneshot or global
-    """
-    if text not in known:
-        raise InputError(f"{option} {text or repr(text)}: choose {', '.join(known[:-1])} or {known[-1]}")
-    return text
+    def load(self, seed: int = 0) -> Loaded:
+        """Build it and fill it."""
+        task = self.task.value if self.task else ""
+        return load_model(self.model, self.weights, dense=self.dense, task=task, seed=seed)
 
 
-def finite(option: str, value: float) -> float:
-    """The number, unless it is infinite or none at all.
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """How data is read."""
 
-    >>> finite("--ridge", float("inf"))
-    Traceback (most recent call last):
-    ispasp.errors.InputError: --ridge inf: pass a finite number
-    """
-    if not math.isfinite(value):
-        raise InputError(f"{option} {value}: pass a finite number")
-    return value
+    size: ImageSize = None
+    resize: Resize = None
+    mean: Mean = ""
+    std: Std = ""
+    key: Key = ""
+    length: Length = 128
 
-
-def some_of(option: str, text: str, *known: str) -> tuple[str, ...]:
-    """Names separated by commas, all among those known, and at least one.
-
-    >>> some_of("--kinds", "head,neuron", "neuron", "filter", "head")
-    ('head', 'neuron')
-    """
-    return tuple(one_of(option, name, *known) for name in listed(text) or ("",))
-
-
-def writable(out: Path, *, model: bool = False, option: str = "--out ") -> Path:
-    """The folder, if it can be written: told before the work, not after it. `model`: a model is to be saved there.
-
-    >>> writable(Path(__file__))
-    Traceback (most recent call last):
-    ispasp.errors.InputError: --out ...options.py: there is a file of that name: pass the name of a folder
-    """
-    nearest = out.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        name = "that name" if nearest == out.absolute() else f"the name {nearest}"
-        raise InputError(f"{option}{out}: there is a file of {name}: pass the name of a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"{option}{out}: {nearest} may not be written: pass another folder")
-    foreign = [name for name in FILES if (out / name).exists()]
-    if model and foreign and not is_saved(out):
-        raise InputError(f"{option}{out} holds {foreign[0]}, which `ispasp prune` did not write: pass another folder")
-    return out
+    def wanted(self, examples: int = 2, *, input_size: str = "", labels: str = "", seed: int = 0) -> Wanted:
+        """All that is said about data."""
+        mean, std = numbers("--mean", self.mean), numbers("--std", self.std)
+        size = sizes(input_size)
+        return Wanted(examples, self.size, size, self.key, labels, self.length, seed, self.resize, mean, std)
 
 
 def one_batch(loaded: Loaded, data: str, wanted: Wanted) -> Any:
@@ -129,18 +141,3 @@ def one_batch(loaded: Loaded, data: str, wanted: Wanted) -> Any:
     examples = load_data(data, loaded, wanted)
     runs(loaded, examples)
     return examples.read(examples.some(2))
-
-
-def wanted(input_size: str, size: int | None, key: str, length: int) -> Wanted:
-    """What is to be known about the two examples of `survey` and `export`.
-
-    >>> wanted("3x8x8", None, "", 128).input_size
-    (3, 8, 8)
-    """
-    return Wanted(2, size, sizes(input_size), key=key, length=length)
-
-
-def warn(warnings: Sequence[str]) -> None:
-    """Say what must not be overlooked, on standard error."""
-    for text in warnings:
-        typer.secho(f"WARNING: {visible(text)}", err=True, fg=typer.colors.YELLOW, bold=True)

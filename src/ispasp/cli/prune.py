@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import ispasp
 from ispasp.api.options import Options
 from ispasp.api.survey import KINDS
+from ispasp.cli import checks, choices, pruning
 from ispasp.cli import options as o
 from ispasp.cli.amounts import amount, bytes_of, looks_at_the_task, method_of
-from ispasp.cli.sources import (
-    RESULT,
-    Examples,
-    Loaded,
-    Wanted,
-    load_data,
-    load_model,
-    runs,
-    saved_folder,
-    sizes,
-)
-from ispasp.cli.task import input_of, loss
-from ispasp.errors import InputError, SaveError
-from ispasp.report.html import html, roots
-from ispasp.select import selector
+from ispasp.cli.grouped import grouped
+from ispasp.cli.scoring import Scorer, scorer
+from ispasp.cli.sources import Loaded, Wanted, load_data, runs, saved_folder
+from ispasp.errors import InputError
 
 _AMOUNT = "How much stays"
 _HOW = "How"
-_NO_CURVES = "{} looks at the task, so every width would take the loss anew: no curves were taken."
 
 
-def prune(
-    model: o.Model,
-    data: o.Data,
+@dataclass(frozen=True, kw_only=True)
+class AmountOptions:
+    """How much stays."""
+
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,35 +34,62 @@ def prune(
             "repeated, the first glob that fits counts.",
             rich_help_panel=_AMOUNT,
         ),
-    ] = None,
-    macs: Annotated[str, typer.Option(help="Fraction or number of MACs that stay.", rich_help_panel=_AMOUNT)] = "",
-    params: Annotated[str, typer.Option(help="Same for parameters.", rich_help_panel=_AMOUNT)] = "",
+    ] = None
+    macs: Annotated[str, typer.Option(help="Fraction or number of MACs that stay.", rich_help_panel=_AMOUNT)] = ""
+    params: Annotated[str, typer.Option(help="Same for parameters.", rich_help_panel=_AMOUNT)] = ""
     recipe: Annotated[
-        str, typer.Option(help=f"A network of the paper: {', '.join(ispasp.recipes)}.", rich_help_panel=_AMOUNT)
-    ] = "",
+        str,
+        typer.Option(
+            help=f"A network of the paper: {', '.join(ispasp.recipes)}.",
+            autocompletion=choices.complete_recipe,
+            rich_help_panel=_AMOUNT,
+        ),
+    ] = ""
+    round_to: Annotated[
+        int | None, typer.Option(help="Widths become multiples of this, such as 8.", min=1, rich_help_panel=_AMOUNT)
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        """As options of `ispasp.prune`."""
+        return {"keep": amount(self.keep or (), self.macs, self.params, self.recipe), "round_to": self.round_to}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowOptions:
+    """How units are chosen and the others refitted."""
+
     method: Annotated[
         str,
         typer.Option(
             help=f"One of {', '.join(ispasp.methods())}; with options as in ispasp:iterations=40,minibatches=true.",
+            autocompletion=choices.complete_method,
             rich_help_panel=_HOW,
         ),
-    ] = "ispasp",
-    compensate: Annotated[str, typer.Option(help="dense, local or none.", rich_help_panel=_HOW)] = "dense",
-    order: Annotated[str, typer.Option(help="sequential, oneshot or global.", rich_help_panel=_HOW)] = "sequential",
+    ] = "ispasp"
+    compensate: Annotated[
+        choices.Compensate,
+        typer.Option(help="Refit consumers towards the dense network, or layer by layer.", rich_help_panel=_HOW),
+    ] = choices.Compensate.dense
+    order: Annotated[
+        choices.Order,
+        typer.Option(
+            help="From first to last layer, all in the dense network, or ranked together.", rich_help_panel=_HOW
+        ),
+    ] = choices.Order.sequential
     refit: Annotated[
-        str,
+        choices.Refit,
         typer.Option(
             help="What compensation refits: consumers of what is pruned, or all layers from there on.",
             rich_help_panel=_HOW,
         ),
-    ] = "consumers",
+    ] = choices.Refit.consumers
     ridge: Annotated[
         float | None,
         typer.Option(
             help="Of compensation, relative to the variance of its inputs. Default: found on held-out examples.",
             rich_help_panel=_HOW,
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str,
         typer.Option(
@@ -83,98 +97,114 @@ def prune(
             "layer. Default: no limit.",
             rich_help_panel=_HOW,
         ),
-    ] = "",
+    ] = ""
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Estimate BatchNorm statistics anew.", rich_help_panel=_HOW)
-    ] = False,
-    scope: o.Scope = "blocks",
-    kinds: o.Kinds = "neuron,filter,head",
+    ] = False
+    curves: Annotated[
+        bool,
+        typer.Option(
+            "--curves/--no-curves", help="Predict the error at other widths, for the report.", rich_help_panel=_HOW
+        ),
+    ] = True
+
+    def chosen(self) -> dict[str, Any]:
+        """As options of `ispasp.prune`."""
+        return {
+            "method": method_of(self.method),
+            "compensate": None if self.compensate is choices.Compensate.none else self.compensate.value,
+            "order": self.order.value,
+            "refit": self.refit.value,
+            "ridge": None if self.ridge is None else checks.finite("--ridge", self.ridge),
+            "memory": bytes_of("--memory", self.memory) if self.memory else None,
+            "recalibrate": self.recalibrate,
+        }
+
+    def without_curves(self) -> str:
+        """Why there are no curves; empty if there are."""
+        if looks_at_the_task(method_of(self.method)):
+            return f"{self.method} looks at the task, so every width would take the loss anew: no curves were taken."
+        return "" if self.curves else "No curves were taken: --no-curves was passed."
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatOptions:
+    """Which hidden dimensions."""
+
+    scope: o.Scope = choices.Scope.blocks
+    kinds: o.Kinds = o.ALL_KINDS
     skip: Annotated[
         list[str] | None, typer.Option(help="Glob of what stays whole; may be repeated.", rich_help_panel=o.WHAT)
-    ] = None,
-    round_to: Annotated[
-        int | None, typer.Option(help="Widths become multiples of this, such as 8.", min=1, rich_help_panel=_AMOUNT)
-    ] = None,
-    weights: o.Weights = "",
-    examples: o.ExampleCount = 256,
-    batch_size: o.BatchSize = 32,
-    size: o.ImageSize = None,
-    input_size: o.InputSize = "",
-    key: o.Key = "",
-    labels: o.Labels = "",
-    length: o.Length = 128,
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        """As options of `ispasp.prune`."""
+        kinds = checks.some_of("--kinds", self.kinds, *KINDS)
+        return {"scope": self.scope.value, "kinds": kinds, "skip": tuple(self.skip or ())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What to calibrate with, and what to judge with."""
+
+    data: o.Data
+    examples: o.ExampleCount = 256
+    batch_size: o.BatchSize = 32
+    input_size: o.InputSize = ""
+    labels: o.Labels = ""
+    val: Annotated[
+        str,
+        typer.Option(
+            help="Data to score on before and after, as --data: top-1 accuracy of classifiers (with labels), "
+            "perplexity of causal language models (text).",
+            rich_help_panel=o.DATA,
+        ),
+    ] = ""
+    val_examples: Annotated[
+        int | None, typer.Option(help="Examples of --val, spread over it. Default: all.", min=1, rich_help_panel=o.DATA)
+    ] = None
+
+    def scorer(self, loaded: Loaded, wanted: Wanted) -> Scorer | None:
+        """What scores the model on --val, if that is given."""
+        if not self.val:
+            return None
+        held = load_data(self.val, loaded, wanted)
+        return scorer(loaded, held, self.batch_size, examples=self.val_examples)
+
+
+@grouped
+def prune(
+    model: o.ModelOptions,
+    data: DataOptions,
+    amounts: AmountOptions,
+    how: HowOptions,
+    what: WhatOptions,
+    reading: o.ReadingOptions,
     seed: o.Seed = 0,
     device: o.Device = "",
     out: o.Out = Path("pruned"),
+    force: o.Force = False,
     as_json: o.Json = False,
 ) -> None:
     """Prune a model with unlabelled data; write the model, plan.json, result.json and report.html."""
-    chosen: dict[str, Any] = {
-        "keep": amount(keep or (), macs, params, recipe),
-        "method": method_of(method),
-        "compensate": None if o.one_of("--compensate", compensate, "dense", "local", "none") == "none" else compensate,
-        "order": o.one_of("--order", order, "sequential", "oneshot", "global"),
-        "refit": o.one_of("--refit", refit, "consumers", "all"),
-        "ridge": None if ridge is None else o.finite("--ridge", ridge),
-        "memory": bytes_of("--memory", memory) if memory else None,
-        "recalibrate": recalibrate,
-        "scope": o.one_of("--scope", scope, "blocks", "all"),
-        "kinds": o.some_of("--kinds", kinds, *KINDS),
-        "skip": skip or (),
-        "round_to": round_to,
-    }
+    chosen = {**amounts.chosen(), **how.chosen(), **what.chosen()}
     Options(**chosen)  # tells what does not go together before anything is loaded
-    o.writable(out, model=True)
-    if saved_folder(model) is not None:
-        raise InputError(f"{model} is pruned already: prune the dense model again with another --keep")
-    loaded = load_model(model, weights, seed=seed)
-    wanted = Wanted(examples, size, sizes(input_size), key, labels, length, seed)
-    found = load_data(data, loaded, wanted)
-    runs(loaded, found)
-    warnings = (*loaded.warnings, *found.warnings)
-    o.warn(warnings)
-    result = _pruned(loaded, found, examples, batch_size, device, chosen)
-    if not result.layers:
-        warnings += ("Nothing was removed: pass a smaller --keep, or fewer --skip.",)
-    told = {**json.loads(result.to_json()), "model": model, "command": _command(), "warnings": warnings}
-    if looks_at_the_task(chosen["method"]):
-        told["no_curves"] = _NO_CURVES.format(method)
-    _write(result, told, found, out)
-    typer.echo(json.dumps(told, indent=2) if as_json else str(result))
-    typer.echo(f"calibrated with {min(examples, found.count):,} of {found.text}", err=as_json)
-    o.warn(warnings)
-    typer.echo(f"wrote {out / 'report.html'}, plan.json, model.safetensors and {RESULT}", err=as_json)
+    wanted = reading.wanted(data.examples, input_size=data.input_size, labels=data.labels, seed=seed)
+    checks.writable(out, model=True, force=force)
+    loaded = _dense(model, seed)
+    found = load_data(data.data, loaded, wanted)
+    found = pruning.with_labels(loaded, found, chosen["method"], runs(loaded, found))
+    job = pruning.Job(loaded, found, chosen, data.examples, data.batch_size, data.scorer(loaded, wanted))
+    checks.warn((*loaded.warnings, *found.warnings))
+    without = how.without_curves()
+    result = job.run(device, curves=not without)
+    typed = {"model": model.model, "weights": model.weights, "data": data.data, "val": data.val, "seed": seed}
+    told = pruning.described(job, result, typed, without)
+    pruning.write(result, told, found, out)
+    pruning.tell(job, result, told, out, as_json=as_json)
 
 
-def _pruned(
-    loaded: Loaded, found: Examples, examples: int, batch_size: int, device: str, chosen: dict[str, Any]
-) -> ispasp.Result:
-    if device == "meta":
-        raise InputError("--device meta has no numbers to calibrate with: pass --device cpu")
-    try:
-        loaded.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--device {device or 'cuda'} cannot be used ({reason}): pass --device cpu") from error
-    if "sensitivity" in selector(chosen["method"]).needs:
-        found.needed_labels()
-    task_method = looks_at_the_task(chosen["method"])  # it has no curves: each point would take the task anew
-    labelled = task_method and found.labels is not None
-    batches = found.loader(batch_size, numbers=found.some(examples), labelled=labelled)
-    task = {"loss": loss, "input_of": input_of} if labelled else {}
-    return ispasp.prune_(loaded.model, batches, curves=not task_method, **task, **chosen)
-
-
-def _write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Path) -> None:
-    ispasp.save(result, out)
-    try:
-        (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
-        (out / "report.html").write_text(html(told, roots(result.curves)), encoding="utf-8")
-        if found.tokenizer is not None:
-            found.tokenizer.save_pretrained(out)
-    except OSError as error:
-        raise SaveError(f"cannot write to {out}: {error}") from error
-
-
-def _command() -> str:
-    return shlex.join(["ispasp", *sys.argv[1:]])
+def _dense(model: o.ModelOptions, seed: int) -> Loaded:
+    if saved_folder(model.model) is not None:
+        raise InputError(f"{model.model} is pruned already: prune the dense model again with another --keep")
+    return model.load(seed)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ispasp.cli.options import writable
+from ispasp.cli.checks import writable
 
 reproduce = typer.Typer(no_args_is_help=True, help="Run the paper's experiments.")
 

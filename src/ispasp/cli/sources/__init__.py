@@ -1,7 +1,9 @@
 """Models, weights and data as users name them on the command line."""
 
+from ispasp.cli.sources.classes import matched
 from ispasp.cli.sources.data import load_data, sizes
 from ispasp.cli.sources.examples import Examples, Wanted
+from ispasp.cli.sources.huggingface import is_causal
 from ispasp.cli.sources.loaded import Loaded, with_options
 from ispasp.cli.sources.models import load_model
 from ispasp.cli.sources.runs import runs
@@ -12,9 +14,11 @@ __all__ = [
     "Examples",
     "Loaded",
     "Wanted",
+    "is_causal",
     "is_saved",
     "load_data",
     "load_model",
+    "matched",
     "runs",
     "saved_folder",
     "sizes",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ispasp.cli.sources.examples import Examples, Wanted
-from ispasp.cli.sources.images import normalised
 from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.preprocessing import Preprocessing
 from ispasp.errors import InputError
 from ispasp.files.reading import memory
 
@@ -29,14 +29,15 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     all arrays that its forward knows by name.
     """
     arrays = _read(path)
+    prepare = wanted.preprocessing(loaded.preprocessing)
     key = wanted.key or next(iter(arrays))
     labels = _labels(path, arrays, wanted, key)
     names = [name for name in arrays if name in loaded.parameters and name != "labels"] if loaded.keyword else []
     if not wanted.key and loaded.keyword in names:
-        chosen = {name: _tensor(arrays[name], loaded) for name in names}
+        chosen = {name: _tensor(arrays[name], loaded, prepare) for name in names}
     else:
         names = [key]
-        chosen = {"": _tensor(_array(path, arrays, key), loaded)}
+        chosen = {"": _tensor(_array(path, arrays, key), loaded, prepare)}
     first = next(iter(chosen.values()))
     if any(not arrays[name].ndim or len(arrays[name]) != len(first) for name in names):
         raise InputError(f"{path}: the first axis of {', '.join(names)} must count the examples: write them so")
@@ -53,7 +54,9 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
 
     told = ", ".join(f"{name} is {arrays[name].dtype} {arrays[name].shape}" for name in names)
     remedy = f"pass --key, or write arrays as the model takes them ({told})"
-    return Examples(len(first), read, f"{len(first):,} examples in {path}", labels, remedy=remedy)
+    pictures = any(_pictures(arrays[name], loaded) for name in names)
+    text = f"{len(first):,} examples in {path}"
+    return Examples(len(first), read, text, labels, remedy=remedy, preprocessing=prepare if pictures else None)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -102,15 +105,18 @@ def _labels(path: Path, arrays: dict[str, Any], wanted: Wanted, key: str) -> Ten
     return torch.from_numpy(values.astype(np.int64))
 
 
-def _tensor(array: Any, loaded: Loaded) -> Tensor:
+def _pictures(array: Any, loaded: Loaded) -> bool:
+    """Whether an array is one of images: bytes, with colours or without."""
+    return bool(array.dtype == np.uint8 and (array.ndim == 4 or (array.ndim == 3 and not loaded.reads_text)))
+
+
+def _tensor(array: Any, loaded: Loaded, prepare: Preprocessing) -> Tensor:
     if array.dtype.kind not in "fiub":
         raise InputError(f"an array of {array.dtype} is no input: pass numbers")
-    if array.dtype == np.uint8 and array.ndim == 3 and not loaded.reads_text:
-        array = array[:, None]  # grey images
-    if array.dtype == np.uint8 and array.ndim == 4:
+    if _pictures(array, loaded):
+        array = array[:, None] if array.ndim == 3 else array  # grey images
         if array.shape[-1] in (1, 3) and array.shape[1] not in (1, 3):
             array = np.moveaxis(array, -1, 1)
-        pixels = torch.from_numpy(np.ascontiguousarray(array))
-        return normalised(pixels, loaded.scale) if pixels.shape[1] == 3 else pixels.float() / 255
+        return prepare.normalise(torch.from_numpy(np.ascontiguousarray(array)))
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.float() if array.dtype.kind == "f" else tensor.long()

@@ -1,4 +1,4 @@
-"""From what users type to examples: `random`, an image folder, .npz, text, `hf-dataset:NAME`."""
+"""From what users type to examples: `random`, an image folder, .npz, text, a table, `hf-dataset:NAME`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.generated import generated
 from ispasp.cli.sources.images import from_images
 from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.tables import ENDINGS as TABLES
+from ispasp.cli.sources.tables import from_table
 from ispasp.cli.sources.texts import from_text
 from ispasp.errors import InputError
 
@@ -23,6 +25,13 @@ def load_data(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
     >>> load_data("random", Loaded(nn.Identity(), "identity"), Wanted(examples=4, input_size=(3,))).read([0, 1]).shape
     torch.Size([2, 3])
     """
+    found = _found(spec, loaded, wanted)
+    if found.preprocessing is None and (wanted.mean or wanted.std or wanted.resize):
+        raise InputError(f"--mean, --std and --resize are for images, {found.text} are none: leave them out")
+    return found
+
+
+def _found(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
     if spec == "random":
         return generated(loaded, wanted)
     if spec.startswith(_DATASET):
@@ -32,10 +41,12 @@ def load_data(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
         return from_images(path, loaded, wanted)
     if not path.is_file():
         raise InputError(
-            f"no data at {spec or repr(spec)}: pass an image folder, an .npz or text file, hf-dataset:NAME, or random "
-            "to try it out"
+            f"no data at {spec or repr(spec)}: pass an image folder, an .npz or text file, a table (.csv, .tsv), "
+            "hf-dataset:NAME, or random to try it out"
         )
-    return from_npz(path, loaded, wanted) if path.suffix == ".npz" else from_text(path, loaded, wanted)
+    kind = path.suffix.lower()
+    read = from_npz if kind == ".npz" else from_table if kind in TABLES else from_text
+    return read(path, loaded, wanted)
 
 
 def sizes(text: str) -> tuple[int, ...] | None:

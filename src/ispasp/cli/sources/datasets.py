@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.huggingface import quiet_hub
-from ispasp.cli.sources.images import REMEDY, pixels_of, side
+from ispasp.cli.sources.images import REMEDY
 from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.tables import LABELS, TEXTS
 from ispasp.cli.sources.texts import tokenised
 from ispasp.errors import InputError, MissingExtraError
 
-_TEXTS, _IMAGES = ("text", "sentence", "content", "premise"), ("image", "img")
-_LABELS = ("label", "labels")
+_IMAGES = ("image", "img")
 
 
 def from_dataset(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
@@ -27,10 +27,10 @@ def from_dataset(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
     """
     name, rows = _loaded(spec)
     columns = list(rows.column_names)
-    known = _TEXTS if loaded.tokenizer and not loaded.input_size else _IMAGES
+    known = TEXTS if loaded.tokenizer and not loaded.input_size else _IMAGES
     key = wanted.key or next((column for column in known if column in columns), "")
     if key not in columns:
-        what = "text" if known is _TEXTS else "images"
+        what = "text" if known is TEXTS else "images"
         raise InputError(f"hf-dataset:{name} has the columns {', '.join(columns)}: pass --key, the one with the {what}")
     text = f"{len(rows):,} rows of {name}"
     if not len(rows):
@@ -43,13 +43,14 @@ def from_dataset(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
         raise InputError(
             f"column {key!r} of hf-dataset:{name} holds {type(first).__name__}: pass --key, a column of text or images"
         )
-    size = side(loaded, wanted)
+    prepare = wanted.preprocessing(loaded.preprocessing)
 
     def read(numbers: Sequence[int]) -> Any:
         pictures = [rows[int(i)][key].convert("RGB") for i in numbers]
-        return loaded.call(torch.stack([pixels_of(picture, size, loaded.scale) for picture in pictures]))
+        return loaded.call(torch.stack([prepare.image(picture) for picture in pictures]))
 
-    return Examples(len(rows), read, text, labels, remedy=REMEDY.format(size))
+    remedy = REMEDY.format(prepare.size)
+    return Examples(len(rows), read, text, labels, remedy=remedy, preprocessing=prepare)
 
 
 def _loaded(spec: str) -> tuple[str, Any]:
@@ -75,7 +76,7 @@ def _loaded(spec: str) -> tuple[str, Any]:
 
 
 def _labels(rows: Any, columns: Sequence[str], name: str, wanted: Wanted) -> Tensor | None:
-    column = wanted.labels or next((column for column in _LABELS if column in columns), "")
+    column = wanted.labels or next((column for column in LABELS if column in columns), "")
     if not column:
         return None
     if column not in columns:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ispasp.cli.sources.preprocessing import Preprocessing
 from ispasp.errors import InputError
 
 
@@ -24,6 +25,13 @@ class Wanted:
     labels: str = ""  # of the labels in an .npz file, or of their column
     length: int = 128  # of texts, in tokens
     seed: int = 0
+    resize: int | None = None  # shorter side of images before their centre is cut out
+    mean: tuple[float, ...] = ()  # of pixels
+    std: tuple[float, ...] = ()
+
+    def preprocessing(self, known: Preprocessing) -> Preprocessing:
+        """What is known of the model, with what the user says."""
+        return known.changed(self.size, self.resize, self.mean, self.std)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +49,7 @@ class Examples:
     tokenizer: Any = None  # what made them of text
     classes: tuple[str, ...] = ()  # what labels 0, 1, ... stand for, where names say it
     remedy: str = "pass data as this model takes it"
+    preprocessing: Preprocessing | None = None  # of images
 
     def some(self, number: int) -> list[int]:
         """Numbers of that many examples, spread evenly, so that a sorted folder gives some of each class.
@@ -73,8 +82,8 @@ class Examples:
         """
         if self.labels is None:
             raise InputError(
-                f"{self.text} have no labels: pass an image folder with one sub-folder per class, an .npz with "
-                "--labels KEY, or hf-dataset:NAME"
+                f"{self.text} have no labels: pass an image folder with one sub-folder per class, an .npz or a "
+                "table (.csv, .tsv) with --labels NAME, or hf-dataset:NAME"
             )
         return self.labels
 

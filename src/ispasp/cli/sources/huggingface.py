@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +11,24 @@ from typing import Any
 from torch import nn
 
 from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.preprocessing import Preprocessing, from_dict
 from ispasp.errors import InputError, MissingExtraError, SaveError
 from ispasp.experiments._torchvision import import_torchvision
-from ispasp.experiments.data.images import IMAGENET, Scale
 from ispasp.files.reading import read_json
 
 _SMALL = 2**20  # bytes of a config
+_RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
+TASKS = {
+    "features": "AutoModel",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "image-classification": "AutoModelForImageClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+}
 
 
 def transformers() -> Any:
@@ -43,13 +54,16 @@ def described(model: Any, spec: str, folder: str) -> Loaded:
     """A Hugging Face model with what its config and its folder say about its inputs."""
     size = getattr(model.config, "image_size", None)
     shape = (getattr(model.config, "num_channels", 3), size, size) if isinstance(size, int) else None
-    return Loaded(model.eval(), spec, shape, image_scale(folder), tokenizer=folder)
+    prepare = image_preprocessing(folder, size if isinstance(size, int) and size > 0 else None)
+    labels = getattr(model.config, "id2label", None) or {}
+    names = tuple(str(labels[i]) for i in range(len(labels)) if i in labels)
+    return Loaded(model.eval(), spec, shape, prepare, tokenizer=folder, names=names)
 
 
-def hf_model(name: str, *, empty: bool = False) -> tuple[nn.Module, tuple[str, ...]]:
+def hf_model(name: str, *, empty: bool = False, task: str = "") -> tuple[nn.Module, tuple[str, ...]]:
     """The model of a folder (nothing is fetched) or of a hub name, of the class that its config names; and warnings.
 
-    `empty`: the weights come from elsewhere, so only the config is read.
+    `empty`: the weights come from elsewhere, so only the config is read. `task` names another class, see `TASKS`.
     """
     if not name:
         raise InputError("hf: names no model: pass hf:FOLDER, or the name of a model on the hub such as hf:gpt2")
@@ -57,7 +71,8 @@ def hf_model(name: str, *, empty: bool = False) -> tuple[nn.Module, tuple[str, .
     local = _local(name)
     try:
         config = package.AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False)
-        cls = getattr(package, (getattr(config, "architectures", None) or ["AutoModel"])[0])
+        own = (getattr(config, "architectures", None) or ["AutoModel"])[0]
+        cls = getattr(package, TASKS[task] if task else own)
         if empty:
             return _from_config(cls, config), ()
         model, told = cls.from_pretrained(
@@ -66,6 +81,18 @@ def hf_model(name: str, *, empty: bool = False) -> tuple[nn.Module, tuple[str, .
     except Exception as error:
         raise InputError(_unusable(name, error)) from error
     return model.eval(), _untrained(name, sorted(told.get("missing_keys", ())))
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model predicts the next token of a text.
+
+    >>> is_causal(nn.Linear(2, 2))
+    False
+    """
+    if not hasattr(model, "main_input_name"):  # not of Hugging Face
+        return False
+    known = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return type(model).__name__ in known.values()
 
 
 def tokenizer(name: str) -> Any:
@@ -85,19 +112,30 @@ def tokenizer(name: str) -> Any:
     return found
 
 
-def image_scale(name: str) -> Scale:
-    """Mean and deviation that an image model was trained with, if its folder says so; else ImageNet's.
+def image_preprocessing(name: str, size: int | None = None) -> Preprocessing:
+    """What the folder of an image model says about its inputs; else ImageNet's, for images of a side of `size`.
 
-    >>> image_scale("no/such/folder") == IMAGENET
+    >>> image_preprocessing("no/such/folder") == Preprocessing()
     True
     """
+    plain = Preprocessing() if size is None else Preprocessing().sized(size)
     try:
         told = read_json(Path(name) / "preprocessor_config.json", _SMALL)
-        mean, deviation = (tuple(float(value) for value in told[key]) for key in ("image_mean", "image_std"))
-    except (SaveError, ValueError, LookupError, TypeError):
-        return IMAGENET
-    usable = len(mean) == len(deviation) == 3 and all(map(math.isfinite, (*mean, *deviation))) and all(deviation)
-    return (mean, deviation) if usable else IMAGENET
+        crop, whole = _side(told.get("crop_size")), _side(told.get("size"))
+        side = crop or whole or plain.size
+        resize = max(whole or side, side) if told.get("do_center_crop") or crop else side
+        how = _RESAMPLING.get(told.get("resample"), plain.interpolation)
+        told = {"size": side, "resize": resize, "mean": told["image_mean"], "std": told["image_std"]}
+    except (SaveError, LookupError, TypeError, AttributeError):
+        return plain
+    return from_dict({**told, "interpolation": how}, "its preprocessor_config.json") or plain
+
+
+def _side(told: Any) -> int | None:
+    """A side of an image: 224, or {"height": 224, "width": 224}, or {"shortest_edge": 224}."""
+    if isinstance(told, dict):
+        told = told.get("shortest_edge") or told.get("height")
+    return told if isinstance(told, int) and told > 0 else None
 
 
 def _from_config(cls: Any, config: Any) -> nn.Module:

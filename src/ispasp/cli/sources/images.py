@@ -1,49 +1,48 @@
-"""Image folders: any nesting, read as the networks of ImageNet were trained."""
+"""Image folders: any nesting, links followed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ispasp.cli.sources.classes import check_no_splits, numbered
 from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.preprocessing import Preprocessing
 from ispasp.errors import InputError
-from ispasp.experiments.data.images import Scale
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
-_SIZE = 224
 REMEDY = "pass --size, the side of the images that it takes (now {}), or data of its kind"
-_MARGIN = 256 / 224  # the shorter side before the centre is cut out, relative to the size after it
 
 
 def from_images(folder: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     """All images below a folder. Their labels are the sub-folders of the first level, in the order of their names.
 
-    Where all those names are numbers, they are the class indices themselves.
+    Where all those names are numbers, they are the class indices themselves. Hidden files and folders do not count.
     """
     if loaded.reads_text:
         raise InputError(f"{folder} is a folder of images, and {loaded.spec} reads text: pass a text file")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
+    paths = sorted(_images(folder, set()))
     if not paths:
         raise InputError(
             f"no images in {folder}: pass a folder with {', '.join(sorted(ENDINGS)[3:6])} or similar files"
         )
-    size = side(loaded, wanted)
+    labels, classes = _labels(folder, paths)
+    prepare = wanted.preprocessing(loaded.preprocessing)
 
     def read(numbers: Sequence[int]) -> object:
-        return loaded.call(torch.stack([image(paths[i], size, loaded.scale) for i in numbers]))
+        return loaded.call(torch.stack([image(paths[i], prepare) for i in numbers]))
 
     text = f"{len(paths):,} images in {folder}"
-    labels, classes = _labels(folder, paths)
-    return Examples(len(paths), read, text, labels, classes=classes, remedy=REMEDY.format(size))
+    remedy = REMEDY.format(prepare.size)
+    return Examples(len(paths), read, text, labels, classes=classes, remedy=remedy, preprocessing=prepare)
 
 
-def image(path: Path, size: int, scale: Scale) -> Tensor:
+def image(path: Path, prepare: Preprocessing) -> Tensor:
     """One image file as the network sees it. (3, size, size)"""
     from PIL import Image
 
@@ -52,39 +51,25 @@ def image(path: Path, size: int, scale: Scale) -> Tensor:
             picture = file.convert("RGB")
     except Exception as error:
         raise InputError(f"{path} cannot be read as an image ({error}): remove it, or write it anew") from error
-    return pixels_of(picture, size, scale)
+    return prepare.image(picture)
 
 
-def side(loaded: Loaded, wanted: Wanted) -> int:
-    """The side of images in pixels: as the user says, else as the model, else as ImageNet.
-
-    >>> side(Loaded(torch.nn.Identity(), "identity"), Wanted())
-    224
-    """
-    return wanted.size or (loaded.input_size[-1] if loaded.input_size else _SIZE)
-
-
-def pixels_of(picture: Any, size: int, scale: Scale) -> Tensor:
-    """A PIL image in RGB, resized, cut at the centre, normalised. (3, size, size)"""
-    from PIL import Image
-
-    if picture.size != (size, size):
-        factor = _MARGIN * size / min(picture.size)
-        width, height = (max(size, round(side * factor)) for side in picture.size)
-        left, top = (width - size) // 2, (height - size) // 2
-        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-        picture = picture.crop((left, top, left + size, top + size))
-    return normalised(torch.from_numpy(np.array(picture)).permute(2, 0, 1), scale)
-
-
-def normalised(pixels: Tensor, scale: Scale) -> Tensor:
-    """Bytes as floats of about mean 0 and deviation 1. (..., 3, height, width)
-
-    >>> normalised(torch.full((3, 1, 1), 255, dtype=torch.uint8), ((0.5,) * 3, (0.5,) * 3)).flatten()
-    tensor([1., 1., 1.])
-    """
-    mean, deviation = (torch.tensor(values).reshape(-1, 1, 1) for values in scale)
-    return (pixels.float() / 255 - mean) / deviation
+def _images(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    """Image files below a folder. Links are followed, but no folder is entered twice below the same class."""
+    here = folder.stat()
+    if (here.st_dev, here.st_ino) in seen:
+        return
+    top = not seen
+    seen.add((here.st_dev, here.st_ino))
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            path = folder / entry.name
+            if path.is_dir():
+                yield from _images(path, set(seen) if top else seen)
+            elif path.suffix.lower() in ENDINGS and path.is_file():
+                yield path
 
 
 def _labels(folder: Path, paths: Sequence[Path]) -> tuple[Tensor | None, tuple[str, ...]]:
@@ -92,7 +77,6 @@ def _labels(folder: Path, paths: Sequence[Path]) -> tuple[Tensor | None, tuple[s
     parts = [path.relative_to(folder).parts for path in paths]
     if any(len(part) < 2 for part in parts):
         return None, ()
-    names = sorted({part[0] for part in parts})
-    numbered = all(name.isdecimal() for name in names)
-    classes = {name: int(name) if numbered else i for i, name in enumerate(names)}
-    return torch.tensor([classes[part[0]] for part in parts]), () if numbered else tuple(names)
+    check_no_splits(folder, sorted({part[0] for part in parts}))
+    folders = [path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return numbered([part[0] for part in parts], among=folders)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ispasp.cli.sources.preprocessing import IMAGENET, Preprocessing
 from ispasp.errors import InputError
-from ispasp.experiments.data.images import IMAGENET, Scale
 from ispasp.types.plan import Plan
 
 
@@ -22,10 +22,11 @@ class Loaded:
     model: nn.Module
     spec: str
     input_size: tuple[int, ...] | None = None  # of one example, where it is known
-    scale: Scale = IMAGENET
+    preprocessing: Preprocessing = IMAGENET
     tokenizer: str = ""  # folder or name that a tokenizer may be loaded from
     warnings: tuple[str, ...] = ()
     plan: Plan | None = None  # of a pruned model
+    names: tuple[str, ...] = ()  # of the outputs, where they are known
 
     @property
     def keyword(self) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ispasp.cli.sources.factory import from_file
+from ispasp.cli.sources.factory import from_file, is_factory
 from ispasp.cli.sources.huggingface import described, hf_model, quiet_hub
 from ispasp.cli.sources.loaded import Loaded, with_options
+from ispasp.cli.sources.preprocessing import Preprocessing, of_timm, of_torchvision
 from ispasp.cli.sources.saved import load_saved, saved_folder
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, MissingExtraError
@@ -29,11 +30,11 @@ _FORMS = (
 _IMAGE = (3, 224, 224)
 
 
-def load_model(spec: str, weights: str = "", *, dense: str = "", seed: int = 0) -> Loaded:
+def load_model(spec: str, weights: str = "", *, dense: str = "", task: str = "", seed: int = 0) -> Loaded:
     """Build the model that `spec` names, and fill it with the weights of a file.
 
     `weights`: a file, "pretrained" (torchvision and timm then fetch theirs), or empty. `dense` names the dense model
-    of a pruned folder. Nothing is fetched but what is named.
+    of a pruned folder, `task` the class of a Hugging Face model. Nothing is fetched but what is named.
 
     >>> load_model("resnet34")
     Traceback (most recent call last):
@@ -41,19 +42,25 @@ def load_model(spec: str, weights: str = "", *, dense: str = "", seed: int = 0) 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _load(spec, weights, dense)
+        return _load(spec, weights, dense, task)
 
 
-def _load(spec: str, weights: str, dense: str) -> Loaded:
+def _load(spec: str, weights: str, dense: str, task: str) -> Loaded:
     kind, _, rest = spec.partition(":")
     folder = saved_folder(spec)
+    if task and (folder is not None or kind != "hf"):
+        raise InputError(
+            f"--task {task} is for models of Hugging Face, hf:FOLDER_OR_NAME, not for {spec}: leave it out"
+        )
     if folder is not None:
         if weights:
             raise InputError(f"--weights beside {spec}: the folder holds its weights, so leave --weights out")
-        return load_saved(folder, dense, lambda text: _load(text, "", ""))
-    if kind in _BUILDERS:
+        return load_saved(folder, dense, lambda text: _load(text, "", "", ""))
+    if kind == "hf":
+        built = _huggingface(rest, weights, task)
+    elif kind in _BUILDERS:
         built = _BUILDERS[kind](rest, weights)
-    elif spec.rpartition(":")[0].endswith(".py"):
+    elif is_factory(spec):
         built = Loaded(from_file(spec).eval(), spec)
     else:
         raise InputError(_no_model(spec))
@@ -76,11 +83,24 @@ def _torchvision(text: str, weights: str) -> Loaded:
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options.setdefault("weights_backbone", None)  # the default is to fetch them
     model = _built(f"torchvision:{text}", lambda: models.get_model(name, weights=None, **options))
+    entry = _entry(models, name, weights)
     if weights == PRETRAINED:
-        url = models.get_model_weights(name).DEFAULT.url
+        url = entry.url
         state = _fetched(url, lambda: torch.hub.load_state_dict_from_url(url, map_location="cpu", weights_only=True))
         _built(f"torchvision:{text}", lambda: model.load_state_dict(state) and model)
-    return Loaded(model.eval(), f"torchvision:{text}", _IMAGE, warnings=_untrained(f"torchvision:{text}", weights))
+    prepare = (entry and of_torchvision(entry.transforms(), f"torchvision's {entry.name}")) or Preprocessing()
+    names = tuple(map(str, entry.meta.get("categories", ()))) if entry else ()
+    shape = (3, prepare.size, prepare.size)
+    warnings = _untrained(f"torchvision:{text}", weights)
+    return Loaded(model.eval(), f"torchvision:{text}", shape, prepare, warnings=warnings, names=names)
+
+
+def _entry(models: Any, name: str, weights: str) -> Any:
+    """torchvision's entry of the weights: that of the file's name, else the first; of what is fetched, the default."""
+    known = list(models.get_model_weights(name))
+    if weights == PRETRAINED:
+        return models.get_model_weights(name).DEFAULT
+    return next((w for w in known if w.url.endswith(f"/{Path(weights).name}")), known[0] if known else None)
 
 
 def _timm(text: str, weights: str) -> Loaded:
@@ -98,18 +118,19 @@ def _timm(text: str, weights: str) -> Loaded:
     size = options.get("img_size")
     channels = options.get("in_chans", 3)
     shape = (channels, size, size) if isinstance(size, int) else tuple(told.get("input_size", _IMAGE))
-    scale = (tuple(told.get("mean", ())), tuple(told.get("std", ())))
-    loaded = Loaded(model.eval(), f"timm:{text}", shape, warnings=_untrained(f"timm:{text}", weights))
-    return loaded if not all(scale) else Loaded(loaded.model, loaded.spec, shape, scale, warnings=loaded.warnings)
+    prepare = of_timm(told, shape[-1]) or Preprocessing().sized(shape[-1])
+    names = tuple(map(str, told.get("label_names") or ()))
+    warnings = _untrained(f"timm:{text}", weights)
+    return Loaded(model.eval(), f"timm:{text}", shape, prepare, warnings=warnings, names=names)
 
 
-def _huggingface(name: str, weights: str) -> Loaded:
+def _huggingface(name: str, weights: str, task: str) -> Loaded:
     name = str(Path(name).expanduser()) if name.startswith("~") else name
-    model, warnings = hf_model(name, empty=bool(weights))
+    model, warnings = hf_model(name, empty=bool(weights), task=task)
     return replace(described(model, f"hf:{name}", name), warnings=warnings)
 
 
-_BUILDERS: dict[str, Callable[[str, str], Loaded]] = {"torchvision": _torchvision, "timm": _timm, "hf": _huggingface}
+_BUILDERS: dict[str, Callable[[str, str], Loaded]] = {"torchvision": _torchvision, "timm": _timm}
 
 
 def _no_model(spec: str) -> str:

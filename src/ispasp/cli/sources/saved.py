@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ispasp.api.files import FORMAT, PLAN, WEIGHTS
 from ispasp.api.load import load, saved_plan
 from ispasp.cli.sources.huggingface import described, transformers
 from ispasp.cli.sources.loaded import Loaded
+from ispasp.cli.sources.preprocessing import Preprocessing, from_dict
 from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import is_regular, opened, read_json
 
@@ -53,20 +55,33 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
     plan, described_itself = saved_plan(folder)
     if not dense and described_itself:
         transformers()  # says what is missing, and imports torchvision in the way that works everywhere
-        return replace(described(load(folder), f"ispasp:{folder}", str(folder)), plan=plan)
+        found = described(load(folder), f"ispasp:{folder}", str(folder))
+        return replace(found, plan=plan, preprocessing=_prepared(folder) or found.preprocessing)
     known = _made_from(folder)
     if not dense and (not known.startswith(_SAFE) or _FETCHES.search(known)):
         remedy = f"it was made from {known}" if known else "such as torchvision:resnet34"
         raise InputError(f"{folder} does not hold the code of its model: pass --model, the dense one ({remedy})")
     built = build(dense or known)
     load(folder, built.model)
-    return replace(built, spec=f"ispasp:{folder}", warnings=(), plan=plan)
+    prepare = _prepared(folder) or built.preprocessing
+    return replace(built, spec=f"ispasp:{folder}", warnings=(), plan=plan, preprocessing=prepare)
 
 
 def _made_from(folder: Path) -> str:
+    model = _told(folder).get("model")
+    return model if isinstance(model, str) else ""
+
+
+def _prepared(folder: Path) -> Preprocessing | None:
+    """How the images that it was calibrated with were read."""
+    settings = _told(folder).get("settings")
+    told = settings.get("preprocessing") if isinstance(settings, dict) else None
+    return from_dict(told, f"{folder / RESULT}")
+
+
+def _told(folder: Path) -> dict[str, Any]:
     try:
         told = read_json(folder / RESULT)
     except SaveError:
-        return ""
-    model = told.get("model") if isinstance(told, dict) else None
-    return model if isinstance(model, str) else ""
+        return {}
+    return told if isinstance(told, dict) else {}
