@@ -9,7 +9,7 @@ from torch import nn
 
 from ispasp.api.evidence import Setting
 from ispasp.api.proof import Proof
-from ispasp.api.survey import Survey, survey
+from ispasp.api.survey import Survey, survey_kinds
 from ispasp.calibrate.circuit import Edits, named_tensors
 from ispasp.calibrate.readers import readers
 from ispasp.calibrate.traces import Circuits
@@ -18,6 +18,7 @@ from ispasp.graph.analyse import Analysis
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.attempt import Failure, attempt
+from ispasp.surgery.fold import Folding, folding
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.remove import all_or_nothing, fitting, remove_
 from ispasp.surgery.verify import relative_error, tolerance
@@ -48,13 +49,26 @@ def apply_(
         raise InputError(
             f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)"
         )
-    with one_at_a_time():
+    with one_at_a_time(), folding(model) as layers:
+        with fitting(model):
+            layers.fold(plan.structure.folded)
+        layers.check(optimizer, plan.structure.folded)
         if batch is None:
             with fitting(model), all_or_nothing() as undo:
                 remove_(model, plan, undo, optimizer)
         else:
-            _apply_and_verify(model, plan, batch, optimizer, checked_by)
+            _apply_and_verify(model, plan, batch, optimizer, _analysis(model, batch, checked_by, layers))
+        layers.restore(but=plan.structure.folded)
     return model
+
+
+def _analysis(model: nn.Module, batch: Batch, checked_by: Survey | None, layers: Folding) -> Analysis:
+    """The analysis of the model with all layers folded that a survey folds."""
+    if checked_by is None:
+        return survey_kinds(model, batch, (), scope="all", check=False, folds=layers).analysis
+    with fitting(model):
+        layers.fold(checked_by.structure.folded)
+    return checked_by.analysis
 
 
 def _apply_and_verify(
@@ -62,11 +76,8 @@ def _apply_and_verify(
     plan: Plan,
     batch: Batch,
     optimizer: torch.optim.Optimizer | None,
-    checked_by: Survey | None,
+    analysis: Analysis,
 ) -> None:
-    analysis = (
-        checked_by.analysis if checked_by is not None else survey(model, batch, scope="all", check=False).analysis
-    )
     with fitting(model), evaluating(model):
         proof = Proof(_setting(model, plan, batch, analysis), batch)
     with all_or_nothing() as undo:

@@ -52,6 +52,8 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
             train(model)
         weights_alike(ranks, model)  # also what was trained last: ranks that train apart end with different models
     structure = _with_biases(trial.plan.structure, results)
+    folded = dict.fromkeys(path for r in (trial, *results) for path in r.plan.structure.folded)
+    structure = replace(structure, folded=tuple(folded))
     gained = sum(len(model.get_parameter(f"{path}.bias")) for path in structure.biases)
     return Result(
         model,

@@ -16,6 +16,7 @@ from ispasp.calibrate.circuit import named_tensors
 from ispasp.calibrate.held_out import Pair, held_out
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.trace import Batch, run
+from ispasp.surgery.fold import Folding
 
 
 class Inputs:
@@ -98,7 +99,7 @@ def _try(model: nn.Module, batch: Batch) -> Batch:
     return batch
 
 
-def surveyed(model: nn.Module, batches: Inputs, options: Options) -> tuple[Survey, Batch, list[Batch]]:
+def surveyed(model: nn.Module, batches: Inputs, options: Options, folds: Folding) -> tuple[Survey, Batch, list[Batch]]:
     """Survey on two examples where the model takes them, and on one batch of every other kind.
 
     Two examples are enough to try things out; which way whole batches take is looked up in traces of their own.
@@ -106,7 +107,8 @@ def surveyed(model: nn.Module, batches: Inputs, options: Options) -> tuple[Surve
 
     def survey_on(example: Batch) -> tuple[Survey, Batch, list[Batch]]:
         also = batches.other_kinds(example)
-        return survey_kinds(model, example, also, scope=options.scope, kinds=options.kinds), example, also
+        found = survey_kinds(model, example, also, scope=options.scope, kinds=options.kinds, folds=folds)
+        return found, example, also
 
     if batches.example is not batches.first:
         with suppress(TraceError):

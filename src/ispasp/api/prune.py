@@ -20,6 +20,7 @@ from ispasp.errors import InputError
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import evaluating
 from ispasp.integrations.offload import materialised
+from ispasp.surgery.fold import folding
 
 
 def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
@@ -99,4 +100,5 @@ def _prune_(model: nn.Module, batches: Iterable[Any], options: Options, ranks: T
         with ranks.together("the loading of offloaded weights"):
             stack.enter_context(materialised(model))
         stack.enter_context(evaluating(model))
-        return Run(model, batches, options, ranks).result()
+        layers = stack.enter_context(folding(model))
+        return Run(model, batches, options, ranks, layers).result()

@@ -35,6 +35,7 @@ from ispasp.calibrate.traces import Circuits
 from ispasp.errors import SurgeryError
 from ispasp.graph.trace import Batch
 from ispasp.select import selector
+from ispasp.surgery.fold import Folding
 from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remove_, set_data
 from ispasp.types import Selection
 from ispasp.types.dimension import FrozenAxis
@@ -47,9 +48,12 @@ _ONE_SHAPE = "calibrate with batches of one shape on all ranks"
 class Run:
     """One call of `prune_`, step by step."""
 
-    def __init__(self, model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team) -> None:
-        """Survey the model."""
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team, layers: Folding
+    ) -> None:
+        """Survey the model; layers that compute their weight are folded for it."""
         self._model = model
+        self._layers = layers
         self._options = options
         self._team = ranks
         self._selector = selector(options.method)
@@ -58,7 +62,7 @@ class Run:
         weights_alike(ranks, model)
         with ranks.together("the survey"):
             self._batches = Inputs(model, batches, options)
-            self._survey, self._example, also = surveyed(model, self._batches, options)
+            self._survey, self._example, also = surveyed(model, self._batches, options, layers)
             self._circuits = Circuits(model, self._survey.analysis, self._example, also)
             self._unread = self._without_normal_form()
         graphs_alike(ranks, self._survey.analysis.trace, signature(self._example))
@@ -73,6 +77,8 @@ class Run:
         chosen = self._widths()
         frozen = [FrozenAxis(name, why) for name, why in self._unread.items() if name in chosen.counts]
         job = self._job({name: n for name, n in chosen.counts.items() if name not in self._unread})
+        with self._team.together("the check of the optimizer"):
+            self._layers.check(options.optimizer, self._survey.structure.folding(job.counts).folded)
         if options.curves and not self._curves:
             self._curves = error_curves(job, [self._batches.first], self._batches.first)
         decided = {name: Selection(kept) for name, kept in chosen.given.items() if name in job.counts}
@@ -92,7 +98,10 @@ class Run:
             # Inside, so that Ctrl-C here does not leave a pruned model without a result.
             gained = sum(len(self._model.get_parameter(f"{path}.bias")) for path in job.gained)
             cost = self._survey.cost(plan)
+            rewritten = {*plan.structure.folded} - {*self._survey.structure.folding(plan.kept).folded}
+            gained -= sum(self._layers.lost(path) for path in rewritten)  # refitted, without losing units
             cost = replace(cost, params=cost.params + gained)
+            self._layers.restore(but=plan.structure.folded)
             layers = tuple(self._layer(job, name, evidence.certificates[name]) for name in job.counts)
             curves = {name: (curve.kept, curve.error) for name, curve in self._curves.items()}
             rows = (*self._survey.frozen, *frozen)
@@ -104,7 +113,7 @@ class Run:
                 rows,
                 evidence,
                 options.described(),
-                _advice(job, evidence),
+                _advice(job, evidence, plan),
                 curves,
                 Scores(before, after) if options.evaluate else None,
                 agreement,
@@ -201,7 +210,9 @@ class Run:
             extent = analysis.extent(made)
             axes = {0: extent} if names_in(extent) else {}
             tensors[f"{path}.bias"] = TensorLayout((len(job.edits.biases[number]),), axes)
-        return Plan(job.kept, replace(structure, tensors=tensors, biases=tuple(job.gained)))
+        structure = replace(structure, tensors=tensors, biases=tuple(job.gained))
+        gained = [f"{path}.bias" for path in job.gained]
+        return Plan(job.kept, structure.folding(job.kept, also=[*job.edits.tensors, *gained]))
 
     def _setting(self, job: Job) -> Setting:
         return Setting(
@@ -263,7 +274,7 @@ def _surveyed(survey: Survey, unread: Mapping[str, str]) -> dict[str, Any]:
 
 def _planned(plan: Plan) -> dict[str, Any]:
     kept: dict[str, Any] = {f"hidden dimension {name!r}": units for name, units in plan.kept.items()}
-    return {**kept, "the layers that gain a bias": plan.structure.biases}
+    return {**kept, "the layers that gain a bias": plan.structure.biases, "the folded layers": plan.structure.folded}
 
 
 def _difference(evidence: Evidence) -> str:
@@ -275,9 +286,18 @@ def _difference(evidence: Evidence) -> str:
     )
 
 
-def _advice(job: Job, evidence: Evidence) -> tuple[str, ...]:
-    """What would make the result better."""
-    return (*_few_examples(job), *_amplified(evidence))
+def _advice(job: Job, evidence: Evidence, plan: Plan) -> tuple[str, ...]:
+    """What would make the result better, and what to know about it."""
+    return (*_few_examples(job), *_amplified(evidence), *_folded(plan.structure.folded))
+
+
+def _folded(paths: Sequence[str]) -> tuple[str, ...]:
+    if not paths:
+        return ()
+    return (
+        f"{len(paths)} layers computed their weight in the forward, as weight standardisation and spectral norm do: "
+        f"{paths[0]} and others hold it as a plain weight now. Outputs are the same, training no longer normalises it",
+    )
 
 
 def _amplified(evidence: Evidence) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch
 from ispasp.report import Column, render
 from ispasp.surgery import attributes
+from ispasp.surgery.fold import Folding, folding, to_fold
 from ispasp.surgery.stir import telling
 from ispasp.surgery.trial import Trial
 from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension
@@ -67,7 +68,7 @@ class Survey:
             raise InputError(
                 f"no hidden dimension fits {sorted(unused)[0]!r}: the model has {known}, ...; print the survey"
             )
-        return Plan(kept, self.structure)
+        return Plan(kept, self.structure.folding(kept))
 
     def cost(self, plan: Plan | None = None) -> Cost:
         """Parameters and MACs before and after a plan, without applying it.
@@ -130,15 +131,32 @@ def survey_kinds(
     scope: str = "blocks",
     kinds: Collection[str] = KINDS,
     check: bool = True,
+    folds: Folding | None = None,
 ) -> Survey:
-    """`survey` of a model that gets several kinds of batches: what only some of them reach is frozen."""
+    """`survey` of a model that gets several kinds of batches: what only some of them reach is frozen.
+
+    Layers that compute their weight are replaced by plain ones for the survey, and with `folds` stay so.
+    """
     if scope not in ("blocks", "all"):
         raise InputError(f"scope={scope!r}: choose 'blocks' (as the paper) or 'all' (residual streams too)")
     unknown = set(kinds) - set(KINDS)
     if unknown:
         raise InputError(f"kinds has {sorted(unknown)}: choose from {list(KINDS)}")
-    with one_at_a_time():
-        return _survey(model, batch, also, scope, kinds, check=check)
+    with one_at_a_time(), folding(model, folds) as layers:
+        folded = to_fold(model, batch, also)
+        layers.fold(folded)
+        found = _survey(model, batch, also, scope, kinds, check=check)
+        structure = replace(found.structure, folded=folded)
+        costs = replace(found.costs, folded=tuple((layers.lost(p), _read_or_made(structure, p)) for p in folded))
+        if folds is None:
+            layers.restore()
+        return replace(found, structure=structure, costs=costs)
+
+
+def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
+    """Hidden dimensions that a layer reads or makes."""
+    layouts = [structure.tensors[n] for leaf in ("weight", "bias") if (n := f"{path}.{leaf}") in structure.tensors]
+    return frozenset(name for layout in layouts for extent in layout.axes.values() for name in names_in(extent))
 
 
 def _survey(

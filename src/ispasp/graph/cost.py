@@ -23,10 +23,12 @@ class CostModel:
     parameters: tuple[tuple[int, tuple[Extent, ...]], ...]  # factor x product of extents, one for each tensor
     products: tuple[tuple[int, tuple[Extent, ...]], ...]
     examples: int
+    folded: tuple[tuple[int, frozenset[str]], ...] = ()  # parameters that go with the first unit of these dimensions
 
     def params(self, kept: Kept) -> int:
         """Number of parameters that stay."""
-        return _total(self.parameters, kept)
+        extra = sum(count for count, names in self.folded if not names & set(kept))
+        return _total(self.parameters, kept) + extra
 
     def macs(self, kept: Kept) -> int:
         """Multiply-accumulates for one example."""

@@ -87,11 +87,11 @@ def run(model: nn.Module, batch: Batch) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """Eval mode (or training mode) and no gradients; every module's own mode is restored.
+    """Eval mode (or training mode) and no gradients; every module's own mode is restored, as are those in its place.
 
     Under autocast it keeps no converted weights: surgery puts others into the same parameters.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    modes = {path: (module, module.training) for path, module in model.named_modules()}
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.clear_autocast_cache()
@@ -101,8 +101,11 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for module, mode in modes:
+        for module, mode in modes.values():
             module.training = mode
+        for path, module in model.named_modules():
+            if path in modes:  # surgery may have put another module there
+                module.training = modes[path][1]
 
 
 def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:

@@ -14,6 +14,7 @@ from ispasp.graph.analyse import owner
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.surgery import attributes
 from ispasp.surgery.attention import SlimMultiheadAttention, slim
+from ispasp.surgery.fold import Folding
 from ispasp.surgery.modules import own_sizes
 from ispasp.types.layout import Extent, full_length, kept_length, kept_mask, names_in
 from ispasp.types.plan import Plan, TensorLayout
@@ -65,6 +66,9 @@ def fitting(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Remove every unit that the plan does not keep. Names, ties, dtypes and devices stay."""
+    layers = Folding(model)
+    undo(layers.restore)
+    layers.fold(plan.structure.folded)
     _add_biases(model, plan, undo)
     touched = _touched(model, plan)
     scales = _weight_norm_scales(model, plan, touched)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ispasp.errors import PlanError
 from ispasp.files.text import parsed
-from ispasp.types.layout import Extent, full_length
+from ispasp.types.layout import Extent, full_length, names_in
 
 FORMAT, VERSION = "ispasp-plan", 1
 _LARGEST = 2**63 - 1  # of sizes
@@ -55,6 +55,13 @@ class Structure:
     attributes: tuple[Attribute, ...] = ()
     weight_norms: tuple[WeightNorm, ...] = ()
     biases: tuple[str, ...] = ()  # modules built without a bias that gain one
+    folded: tuple[str, ...] = ()  # layers that compute their weight, and become plain ones
+
+    def folding(self, kept: Collection[str], also: Collection[str] = ()) -> Structure:
+        """The same structure in which only layers fold that these dimensions, or the tensors `also`, lie in."""
+        used = {name for name, t in self.tensors.items() if any(names_in(e) & {*kept} for e in t.axes.values())}
+        folded = tuple(path for path in self.folded if {f"{path}.weight", f"{path}.bias"} & {*used, *also})
+        return replace(self, folded=folded)
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class Plan:
                 "attributes": [[a.module, a.name, a.extent] for a in s.attributes],
                 "weight_norms": [[w.v, w.g, w.dim] for w in s.weight_norms],
                 "biases": list(s.biases),
+                "folded": list(s.folded),
             }
         )
 
@@ -157,7 +165,8 @@ def _plan(data: dict[str, Any]) -> Plan:
     for norm in norms:
         if norm.v in tensors and norm.dim >= len(tensors[norm.v].shape):
             raise PlanError(f"the plan's weight norm of {norm.v!r} does not fit its shape: write it again with to_json")
-    return Plan(kept, Structure(_name(data["model"]), units, tensors, attributes, norms, biases))
+    folded = tuple(_name(name) for name in data.get("folded", ()))
+    return Plan(kept, Structure(_name(data["model"]), units, tensors, attributes, norms, biases, folded))
 
 
 def _layout(name: str, data: Any, units: Mapping[str, int]) -> TensorLayout:

@@ -1,0 +1,287 @@
+"""Fold layers that compute their weight in the forward into plain layers, which can lose inputs.
+
+Weight standardisation, spectral norm and other parametrizations normalise a weight over its inputs. With fewer inputs
+the rest of the weight would change, so removing would not equal masking. The weight itself depends on parameters only:
+a plain layer that holds it gives the same outputs, and can be pruned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
+
+from ispasp.errors import InputError, PlanError
+from ispasp.graph.analyse import Analysis, analyse, owner
+from ispasp.graph.atoms import UNKNOWN, resolve
+from ispasp.graph.interrupts import uninterrupted
+from ispasp.graph.trace import Batch, evaluating
+
+_CONVOLUTIONS: tuple[type[nn.Module], ...] = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS)
+_PRODUCTS = (
+    functional.linear,
+    functional.conv1d,
+    functional.conv2d,
+    functional.conv3d,
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
+_HOOKS = (SpectralNorm, WeightNorm, BasePruningMethod)  # they compute the weight before each call
+_STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+_WEIGHT_NORM = "_WeightNorm"  # torch's own, which surgery makes good for without folding
+
+
+@final
+class SameConv2d(nn.Conv2d):
+    """A convolution that pads its input as TensorFlow's "SAME" does: by the input's size, more behind than before."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as torch calls it
+        """Pad with zeros, then convolve."""
+        pads: list[int] = []
+        rows = zip(input.shape[-2:], self.kernel_size, self.stride, self.dilation, strict=True)
+        for size, kernel, stride, dilation in reversed(list(rows)):
+            total = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+            pads += [total // 2, total - total // 2]
+        return self._conv_forward(functional.pad(input, pads), self.weight, self.bias)
+
+
+class Folding:
+    """Layers of a model that were replaced by plain ones, and can be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Nothing is replaced yet."""
+        self._model = model
+        self._replaced: dict[str, tuple[nn.Module, nn.Module]] = {}  # path -> the layer, the plain one
+
+    def fold(self, paths: Iterable[str]) -> None:
+        """Replace these layers, wherever they are used; plain ones stay as they are."""
+        for path in dict.fromkeys(paths):
+            old = _submodule(self._model, path)
+            if _base(old) is not None and not _computes(old):
+                continue
+            new = folded(old) if _owns_its_tensors(self._model, old) else None
+            if new is None:
+                raise PlanError(
+                    f"the plan makes a plain layer of {path!r} ({type(old).__name__}), which does not compute its "
+                    "weight from its own parameters: build the model of the plan"
+                )
+            self._replaced[path] = old, new
+            _replace(self._model, old, new)
+
+    def restore(self, but: Iterable[str] = ()) -> None:
+        """Put the layers back, all but some."""
+        for path in [path for path in self._replaced if path not in set(but)]:
+            old, new = self._replaced.pop(path)
+            _replace(self._model, new, old)
+
+    def check(self, optimizer: torch.optim.Optimizer | None, paths: Iterable[str]) -> None:
+        """Refuse an optimizer that trains parameters of these layers: folding replaces them."""
+        held = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for path in paths:
+            old, new = self._replaced.get(path, (None, None))
+            gone = (
+                {} if old is None or new is None else {id(p) for p in old.parameters()} - {*map(id, new.parameters())}
+            )
+            if held & set(gone):
+                raise InputError(
+                    f"the optimizer trains the parameters that {path!r} computes its weight from, and pruning replaces "
+                    "them by a plain weight: build the optimizer after pruning"
+                )
+
+    def lost(self, path: str) -> int:
+        """How many parameters fewer the plain layer has."""
+        if path not in self._replaced:
+            return 0
+        old, new = self._replaced[path]
+        return sum(p.numel() for p in old.parameters()) - sum(p.numel() for p in new.parameters())
+
+
+@contextmanager
+def folding(model: nn.Module, layers: Folding | None = None) -> Iterator[Folding]:
+    """A block that may fold layers; on any exception all of them are put back."""
+    found = Folding(model) if layers is None else layers
+    try:
+        yield found
+    except BaseException:
+        with uninterrupted():
+            found.restore()
+        raise
+
+
+def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple[str, ...]:
+    """Paths of the layers that must be folded before their units, or units they read, can go.
+
+    Those are the layers with more units that can go once they are plain. Other computed weights stay computed.
+    """
+    computing = [(path, module) for path, module in model.named_modules() if path and _computes(module)]
+    paths = [path for path, module in computing if _owns_its_tensors(model, module) and folded(module) is not None]
+    if not paths:
+        return ()
+    before = _free(analyse(model, batch, also))
+    with folding(model) as trial:
+        trial.fold(paths)
+        after = _free(analyse(model, batch, also))
+        trial.restore()
+    return tuple(path for path in paths if after.get(path, 0) > before.get(path, 0))
+
+
+def folded(module: nn.Module) -> nn.Module | None:
+    """A plain layer with the weight that a module computes, or None if its output is not that of a plain layer.
+
+    >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval()
+    >>> folded(layer), folded(nn.Linear(4, 3)), folded(nn.ReLU())
+    (Linear(in_features=4, out_features=3, bias=True), None, None)
+    """
+    base = _base(module)
+    if base is None or not _computes(module) or "forward" in vars(module):
+        return None
+    try:
+        with evaluating(module):
+            return _folded(module, base)
+    except Exception:  # a forward of any kind, run on inputs that it may not take
+        return None
+
+
+def _folded(module: Any, base: type[nn.Module]) -> nn.Module | None:
+    runs = [_watched(module, x) for x in _probes(module)]
+    if any(len(seen) != 1 for _, _, seen in runs):
+        return None
+    weight, bias = runs[0][2][0]
+    for _, _, ((w, b),) in runs:
+        if not _same(w, weight) or (b is None) != (bias is None) or (b is not None and not _same(b, bias)):
+            return None  # depends on the input
+    for cls in (base, SameConv2d) if base is nn.Conv2d else (base,):
+        new = _plain(module, cls, weight, bias)
+        if all(_same(new.forward(x), y) for x, y, _ in runs):
+            return new
+    return None
+
+
+class _Products(TorchFunctionMode):
+    """Notes weight and bias of every linear map and convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS:
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+            self.seen.append((given["weight"], given.get("bias")))
+        return func(*args, **kwargs)
+
+
+def _watched(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor | None]]]:
+    """An input, the module's output, and the products on the way. Hooks of users are not called."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _HOOKS):
+            hook(module, (x,))
+    with _Products() as products:
+        y = module.forward(x)
+    return x, y, products.seen
+
+
+def _probes(module: Any) -> list[Tensor]:
+    """Random inputs of several sizes."""
+    like = next(p for p in module.parameters() if p.is_floating_point())
+    if isinstance(module, nn.Linear):
+        shapes = [(3, module.in_features), (2, 5, module.in_features)]
+    else:
+        spans = [(k - 1) * d + 1 for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+        shapes = [(2, module.in_channels, *(s + more + i for i, s in enumerate(spans))) for more in (1, 4, 6)]
+    generator = torch.Generator("cpu").manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cpu").to(like.device, like.dtype) for shape in shapes]
+
+
+def _plain(module: nn.Module, cls: type[nn.Module], weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A layer of a plain class with all that the module carries but for its tensors."""
+    new = cls.__new__(cls)
+    new.__dict__.update({k: v for k, v in vars(module).items() if k not in ("weight", "bias", "_compiled_call_impl")})
+    trains = any(p.requires_grad for p in module.parameters())
+    if bias is not None and bias is not module._parameters.get("bias"):
+        bias = nn.Parameter(bias.detach().clone(), requires_grad=trains)
+    tensors = {"weight": nn.Parameter(weight.detach().clone(), requires_grad=trains), "bias": bias}
+    hooks = {k: hook for k, hook in module._forward_pre_hooks.items() if not isinstance(hook, _HOOKS)}
+    state = {name: type(vars(module)[name])() for name in _STATE_HOOKS if name in vars(module)}
+    new.__dict__.update(_parameters=tensors, _buffers={}, _modules={}, _non_persistent_buffers_set=set(), **state)
+    if len(hooks) < len(module._forward_pre_hooks):
+        new.__dict__["_forward_pre_hooks"] = type(module._forward_pre_hooks)(hooks)
+    return new
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, equal_nan=True)
+
+
+def _base(module: nn.Module) -> Any:
+    """The plain layer that a module is a kind of."""
+    return next((cls for cls in type(module).__mro__ if cls in _PLAIN), None)
+
+
+def _computes(module: Any) -> bool:
+    """Whether a module may be a layer that computes its weight. Quantisation-aware layers count as plain."""
+    base = _base(module)
+    if base is None or isinstance(module, SameConv2d) or type(module).__module__.startswith("torch.ao."):
+        return False
+    if parametrize.is_parametrized(module):
+        kinds = {type(p).__name__ for chain in module.parametrizations.values() for p in chain}
+        return kinds != {_WEIGHT_NORM} or base not in type(module).__bases__
+    hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    return hooked or type(module).forward is not base.forward
+
+
+def _owns_its_tensors(model: nn.Module, module: nn.Module) -> bool:
+    """Whether no other module holds one of its parameters: what is tied would come apart."""
+    inside = {*module.modules()}
+    own = {id(p) for p in module.parameters()}
+    return not any(id(p) in own for m in model.modules() if m not in inside for p in m._parameters.values())
+
+
+def _free(analysis: Analysis) -> dict[str, int]:
+    """For each layer how many of its inputs and outputs are not frozen."""
+    found: dict[str, int] = {}
+    for contraction in analysis.tracker.contractions:
+        axes = (*contraction.contracted, *contraction.made)
+        atoms = [atom for axis in axes for segment in resolve(axis) for atom in segment]
+        count = sum(atom.size for atom in atoms if atom.frozen is None and atom.size != UNKNOWN)
+        for path in {owner(name) for name in contraction.parameters}:
+            found[path] = found.get(path, 0) + count
+    return found
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    try:
+        found = model.get_submodule(path)
+    except AttributeError as error:
+        raise PlanError(
+            f"{type(model).__name__} has no module {path!r}: build the dense model that the plan was made for"
+        ) from error
+    if found is model:
+        raise PlanError("the plan makes a plain layer of the model itself: write it again with to_json")
+    return found
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
