@@ -161,17 +161,17 @@ def test_what_is_no_plain_layer_is_not_folded(layer: nn.Module) -> None:
 def test_tied_weights_do_not_come_apart() -> None:
     model = nn.Sequential(StdConv2d(4, 4, 1, bias=False), nn.ReLU(), StdConv2d(4, 4, 1, bias=False), nn.Conv2d(4, 2, 1))
     model[2].weight = model[0].weight
-    with pytest.raises(ispasp.NothingToPruneError):
+    with pytest.raises(ispasp.errors.NothingToPruneError):
         ispasp.survey(model, torch.randn(2, 4, 3, 3))
 
 
 def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
     model = convolutional()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ispasp.InputError, match="build the optimizer after pruning"):
+    with pytest.raises(ispasp.errors.InputError, match="build the optimizer after pruning"):
         ispasp.prune_(model, [IMAGES], keep=0.5, optimizer=optimizer, progress=False)
     plan = ispasp.survey(model, IMAGES).plan(0.5)
-    with pytest.raises(ispasp.InputError, match="build the optimizer after pruning"):
+    with pytest.raises(ispasp.errors.InputError, match="build the optimizer after pruning"):
         ispasp.apply_(model, plan, optimizer=optimizer)
     assert isinstance(model[0], StdConv2d)
     head = torch.optim.SGD(model[6].parameters(), lr=0.1)
@@ -186,10 +186,10 @@ def test_plans_that_fold_something_else_are_refused(path: str) -> None:
     text = json.loads(plan.to_json())
     assert text["folded"] == ["0", "2"]
     text["folded"].append(path)
-    with pytest.raises(ispasp.PlanError):
+    with pytest.raises(ispasp.errors.PlanError):
         ispasp.apply_(model, Plan.from_json(json.dumps(text)))
     assert isinstance(model[0], StdConv2d) and isinstance(model[2], StdConv2d)
-    with pytest.raises(ispasp.PlanError):
+    with pytest.raises(ispasp.errors.PlanError):
         Plan.from_json(json.dumps({**text, "folded": [3]}))
 
 

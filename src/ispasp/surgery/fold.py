@@ -60,7 +60,8 @@ class SameConv2d(nn.Conv2d):
         for size, kernel, stride, dilation in reversed(list(rows)):
             total = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             pads += [total // 2, total - total // 2]
-        return self._conv_forward(functional.pad(input, pads), self.weight, self.bias)
+        output: Tensor = self._conv_forward(functional.pad(input, pads), self.weight, self.bias)
+        return output
 
 
 class Folding:
@@ -166,7 +167,7 @@ def _folded(module: Any, base: type[nn.Module]) -> nn.Module | None:
         return None
     weight, bias = runs[0][2][0]
     for _, _, ((w, b),) in runs:
-        if not _same(w, weight) or (b is None) != (bias is None) or (b is not None and not _same(b, bias)):
+        if not _same(w, weight) or (b is not bias and (b is None or bias is None or not _same(b, bias))):
             return None  # depends on the input
     for cls in (base, SameConv2d) if base is nn.Conv2d else (base,):
         new = _plain(module, cls, weight, bias)
@@ -179,7 +180,7 @@ class _Products(TorchFunctionMode):
     """Notes weight and bias of every linear map and convolution."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[tuple[Tensor, Tensor | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,6 +28,12 @@ flip roll diff.default cummax cummin logcumsumexp softmin
 """.split()
 
 
+_GRN = (
+    "global response normalisation averages over these channels: each one scales all others, by an amount that depends "
+    "on the data, so no weights can make removing equal to masking"
+)
+
+
 def name_of(node: fx.Node) -> str:
     """The op's short name."""
     return str(node.target).split(".")[1]
@@ -41,11 +47,20 @@ def reduced(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
     rank = len(x.axes)
     over = set(range(rank)) if not dims else {d % rank for d in dims}
     if node not in t.unread:
-        t.freeze(node, x, sorted(over), f"{name_of(node)} runs over this axis")
+        t.freeze(node, x, sorted(over), _GRN if _of_norms(node) else f"{name_of(node)} runs over this axis")
     keep = bool(arguments.get("keepdim", False))
     axes = [((),) if k in over else axis for k, axis in enumerate(x.axes) if keep or k not in over]
     value = with_axes(x, axes)
     return [value] * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else value
+
+
+def _of_norms(node: fx.Node) -> bool:
+    """Whether this is the mean of norms that the same norms are divided by."""
+    norm = node.args[0]
+    if not isinstance(norm, fx.Node) or name_of(node) != "mean" or "norm" not in str(norm.target):
+        return False
+    near = {node, *(user for user in node.users if name_of(user) in ("add", "clamp", "clamp_min"))}  # a small number
+    return any(name_of(user) == "div" and norm in user.args and near & {*user.args} for user in norm.users)
 
 
 @rule(*overloads(ALONG))
