@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ispasp.calibrate.circuit import Edits, output_dim
+from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.readers import Reader
 from ispasp.calibrate.traces import Circuits
 from ispasp.graph.analyse import Analysis
+from ispasp.graph.ops import output_channels
 from ispasp.types.layout import Kept, kept_mask
 
 _PRECISE = 1e-6  # in float64: rounding amplified by a condition of up to 1e10
@@ -61,7 +62,7 @@ class Setting:
 def kept_outputs(setting: Setting, number: int, y: Tensor) -> Tensor:
     """What stays of a contraction's outputs, where they are units themselves."""
     contraction = setting.analysis.tracker.contractions[number]
-    channel = output_dim(contraction.node)
+    channel = output_channels(contraction.node)
     if channel is None or len(contraction.made) != 1:
         return y
     mask = kept_mask(setting.analysis.extent(contraction.made[0]), setting.kept)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ispasp.api.evidence import Evidence, Setting, kept_outputs
 from ispasp.api.precise import precise_proof
 from ispasp.calibrate.batches import first_examples, signature
-from ispasp.calibrate.circuit import Circuit, Edits, caller, output_dim
-from ispasp.calibrate.forms import Arguments
+from ispasp.calibrate.circuit import Circuit, Edits, caller
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.traces import same_way
 from ispasp.errors import SurgeryError
+from ispasp.graph.ops import output_channels, without_bias
 from ispasp.graph.trace import Batch
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.remove import all_or_nothing
@@ -125,7 +125,7 @@ class Proof:
                 y = passage.value(node)
                 size = passage.magnitude(reader.number) if reader.number in self._calls else 0.0
                 at[reader.number] = kept_outputs(s, reader.number, y), size
-                product = _linear_part(y, passage.arguments(reader.number), output_dim(node))
+                product = without_bias(node, y, passage.arguments(reader.number))
                 if bool((torch.isfinite(product) & (product != 0)).any()):
                     telling.add(reader.number)
             outputs = tensors_in(passage.advance())
@@ -171,16 +171,6 @@ class Proof:
         return found, errors
 
 
-def _linear_part(y: Tensor, arguments: Arguments, channel: int | None) -> Tensor:
-    """A product without its bias."""
-    bias = arguments.get("bias", arguments.get("self") if "mat1" in arguments else None)
-    if not isinstance(bias, Tensor) or channel is None or bias.ndim != 1:
-        return y
-    shape = [1] * y.ndim
-    shape[channel] = -1
-    return y - bias.to(y).reshape(shape)
-
-
 def _few(batch: Batch) -> Batch:
     """The first two examples of a batch, or all where it cannot be cut."""
     small = first_examples(batch)
@@ -209,7 +199,7 @@ def _calls(circuit: Circuit, setting: Setting) -> dict[int, tuple[nn.Module, int
     found = {}
     for node in circuit.order:
         layer = caller(node, setting.model)
-        if layer is not None and _is_one_product(layer) and output_dim(node) is not None:
+        if layer is not None and _is_one_product(layer) and output_channels(node) is not None:
             if node in readers:
                 found[readers[node]] = (layer, counts.get(layer, 0))
             counts[layer] = counts.get(layer, 0) + 1

@@ -28,11 +28,11 @@ from ispasp.budget import Budget, Curve
 from ispasp.calibrate.alike import alike, graphs_alike, weights_alike
 from ispasp.calibrate.batches import signature
 from ispasp.calibrate.circuit import Edits
-from ispasp.calibrate.forms import ALWAYS
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.team import Team
 from ispasp.calibrate.traces import Circuits
 from ispasp.errors import SurgeryError
+from ispasp.graph.ops import op_of
 from ispasp.graph.trace import Batch
 from ispasp.select import selector
 from ispasp.surgery.fold import Folding
@@ -125,7 +125,8 @@ class Run:
         passage = Passage(self._circuits.of(self._example), self._example, job.tensors, Edits())
         found: dict[str, str] = {}
         for reader in job.readers:
-            if str(reader.contraction.node.target) not in ALWAYS:
+            op = op_of(reader.contraction.node)
+            if op is None or not op.total:
                 passage.advance(passage.circuit.contractions[reader.number])
                 if not reader.forms(passage.arguments(reader.number)):
                     why = (

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ispasp.api.job import Job
 from ispasp.api.task import with_sensitivities, with_task
-from ispasp.calibrate.circuit import output_dim
-from ispasp.calibrate.forms import Arguments
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.readers import Reader, read
 from ispasp.calibrate.sources import Lockstep, OutOfMemory, Rerun, Source
@@ -21,6 +19,7 @@ from ispasp.compensate.rescale import rescaled
 from ispasp.compensate.slots import Slot
 from ispasp.errors import IspaspError
 from ispasp.graph.analyse import owner
+from ispasp.graph.ops import without_bias
 from ispasp.graph.tails import scale
 from ispasp.graph.trace import Batch
 from ispasp.report import track
@@ -140,7 +139,7 @@ def _as_it_is(job: Job, reader: Reader, passage: Passage) -> tuple[tuple[float, 
     where = job.slot(reader) if factors else Slot()
     job.edits.tensors.pop(where.weight, None)  # of a try that ran out of memory: no factor may count twice
     whole, cut = passage.value(node, cut=False), passage.value(node)
-    linear = _without_bias(whole, passage.arguments(reader.number), output_dim(node))
+    linear = without_bias(node, whole, passage.arguments(reader.number))
     before = after = _squared(whole - cut)
     if where.weight:
         job.edits.tensors[where.weight] = rescaled(reader, passage, factors, job.kept)
@@ -152,12 +151,3 @@ def _as_it_is(job: Job, reader: Reader, passage: Passage) -> tuple[tuple[float, 
 
 def _squared(x: Tensor) -> float:
     return float(x.double().square().sum())
-
-
-def _without_bias(y: Tensor, arguments: Arguments, channel: int | None) -> Tensor:
-    bias: Tensor | None = arguments.get("bias")
-    if bias is None or channel is None or bias.ndim != 1:
-        return y
-    shape = [1] * y.ndim
-    shape[channel] = -1
-    return y - bias.reshape(shape)

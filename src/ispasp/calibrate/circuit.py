@@ -18,6 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.errors import InputError
+from ispasp.graph.analyse import Analysis
+from ispasp.graph.ops import Operand, output_channels
 from ispasp.graph.tails import Tail, tail
 from ispasp.graph.trace import Batch, Trace, call_arguments
 
@@ -33,10 +35,28 @@ class Circuit:
     trace: Trace
     contractions: Mapping[int, fx.Node]
 
+    @classmethod
+    def of(cls, analysis: Analysis) -> Circuit:
+        """The graph that was analysed."""
+        return cls(analysis.trace, {number: c.node for number, c in enumerate(analysis.tracker.contractions)})
+
     @cached_property
     def order(self) -> dict[fx.Node, int]:
         """Position of every node that is executed."""
         return {node: k for k, node in enumerate(n for n in self.trace.graph.nodes if n.op != "placeholder")}
+
+    @cached_property
+    def numbers(self) -> dict[fx.Node, list[int]]:
+        """Contractions of a node; a bilinear form is two in one node."""
+        found: dict[fx.Node, list[int]] = {}
+        for number, node in self.contractions.items():
+            found.setdefault(node, []).append(number)
+        return found
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """The nodes that are executed, in order."""
+        return list(self.order)
 
     @cached_property
     def dying(self) -> dict[fx.Node, list[fx.Node]]:
@@ -54,7 +74,7 @@ class Circuit:
     def tails(self) -> dict[int, Tail]:
         """What follows each contraction."""
         return {
-            number: Tail() if (channel := output_dim(node)) is None else tail(node, channel, self.trace.sources)
+            number: Tail() if (channel := output_channels(node)) is None else tail(node, channel, self.trace.sources)
             for number, node in self.contractions.items()
         }
 
@@ -95,34 +115,31 @@ class Circuit:
         return {node: value.clone() if node in self.writes else value for node, value in values.items()}
 
 
-def output_dim(node: fx.Node) -> int | None:
-    """Which dimension of a layer's output counts its output channels, where that is plain to see.
-
-    It is counted from the end: a convolution takes an example without a batch dimension, too.
-    """
-    name = str(node.target)
-    if name.startswith("aten.conv"):
-        weight: Any = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
-        return 1 - len(weight.meta["val"].shape)
-    return -1 if name in ("aten.linear.default", "aten.addmm.default") else None
-
-
 def caller(node: fx.Node, model: nn.Module) -> nn.Module | None:
     """The module in whose own forward a node was traced."""
     paths = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return model.get_submodule(paths[-1]) if paths else None
 
 
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Positions that stay on one axis of the activations that a contraction reads."""
+
+    data: Operand
+    dim: int
+    stays: Tensor  # bool (positions,)
+
+
 @dataclass(eq=False)
 class Edits:
     """How the pruned network differs from the dense one: what consumers do not read, and new values.
 
-    `cuts[number]`: masks of the positions that stay on dimensions of the activations that contraction `number` reads.
+    `cuts[number]`: what contraction `number` still reads.
     `tensors`: new values of parameters and buffers by name, in the dense shape. `biases`: for a contraction that has no
     bias in the graph.
     """
 
-    cuts: dict[int, list[tuple[str, int, Tensor]]] = field(default_factory=dict)
+    cuts: dict[int, list[Cut]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
 

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ispasp.calibrate.circuit import Circuit, Edits, Values, bytes_in, copied, execute, mutates
-from ispasp.calibrate.forms import Arguments, named_arguments
+from ispasp.calibrate.circuit import Circuit, Cut, Edits, Values, bytes_in, copied, execute, mutates
+from ispasp.graph.ops import Arguments, Operand, along, call, named_arguments, op_of
 from ispasp.graph.trace import Batch
-
-aten = torch.ops.aten
-_SLICED: dict[Any, int] = {
-    aten.linear.default: -1,
-    aten.conv1d.default: 1,
-    aten.conv2d.default: 1,
-    aten.conv3d.default: 1,
-}
 
 
 class Passage:
@@ -48,16 +40,12 @@ class Passage:
         self._edits = edits
         self._tensors = tensors
         self._batch = batch
-        self._probed: Mapping[int, str] = {}
+        self._probed: Mapping[int, Operand] = {}
         self.probes: dict[int, tuple[Tensor, Tensor]] = {}
-        self._numbers: dict[fx.Node, list[int]] = {}  # a bilinear form is two contractions in one node
-        for number, node in circuit.contractions.items():
-            self._numbers.setdefault(node, []).append(number)
         self._twin = twin
         self._slicing = slicing
         self._precise = precise
         self.fixed = circuit.parameters(tensors)
-        self._nodes = list(circuit.order)
         self._at = 0
         inputs = circuit.inputs(batch)
         self._pruned: Values = widened(inputs) if precise else inputs
@@ -67,10 +55,10 @@ class Passage:
 
     def advance(self, to: fx.Node | None = None) -> Any:
         """Run every node before `to`; to the end without one, where it returns the model's output."""
-        end = len(self._nodes) if to is None else self.circuit.order[to]
+        end = len(self.circuit.nodes) if to is None else self.circuit.order[to]
         result = None
         while self._at < end:
-            node = self._nodes[self._at]
+            node = self.circuit.nodes[self._at]
             if self._dense is None and self._twin and self._is_edited(node):
                 self._dense = copied(self._pruned) if self.circuit.mutating else dict(self._pruned)
             for values, edited in self._twins():
@@ -90,7 +78,7 @@ class Passage:
         return both
 
     def _is_edited(self, node: fx.Node) -> bool:
-        if any(n in self._edits.cuts or n in self._edits.biases for n in self._numbers.get(node, ())):
+        if any(n in self._edits.cuts or n in self._edits.biases for n in self.circuit.numbers.get(node, ())):
             return True
         return any(self._name(n) in self._edits.tensors for n in node.all_input_nodes if n.op == "placeholder")
 
@@ -106,7 +94,7 @@ class Passage:
         """Memory of the live activations."""
         return sum(bytes_in(values) for values, _ in self._twins())
 
-    def probe(self, data: Mapping[int, str]) -> None:
+    def probe(self, data: Mapping[int, Operand]) -> None:
         """From here on add a zero to what these contractions read (argument by number), to take gradients for.
 
         `probes[number]` is then what was read, and the zero.
@@ -133,10 +121,10 @@ class Passage:
         """Norm of what a contraction would return if nothing cancelled: rounding errors are relative to that."""
         node = self.circuit.contractions[number]
         given = self.arguments(number)
-        for each in self._numbers[node]:
-            _cut(node, given, self._edits.cuts.get(each, []), slicing=False)
+        for each in self.circuit.numbers[node]:
+            given = _cut(node, given, self._edits.cuts.get(each, []), slicing=False)
         given = pytree.tree_map_only(Tensor, Tensor.abs, given)
-        y = _call(node, given)
+        y = call(node, given)
         return float(torch.where(torch.isfinite(y), y, torch.zeros_like(y)).double().norm())
 
     def value(self, node: fx.Node, *, dense: bool = False, cut: bool = True) -> Any:
@@ -146,7 +134,7 @@ class Passage:
             return live[node]
         values = self._ahead(node, dense=dense)
         value = self._run(node, values, edited=not dense, cut=cut)
-        if dense and self._dense is not None and node is self._nodes[self._at]:
+        if dense and self._dense is not None and node is self.circuit.nodes[self._at]:
             self._dense[node] = value  # it is next anyway
         return value
 
@@ -191,32 +179,28 @@ class Passage:
 
     def _run(self, node: fx.Node, values: Values, *, edited: bool, cut: bool = True) -> Any:
         args, kwargs = self._fetch(node, values, edited=edited)
-        numbers = [number for number in self._numbers.get(node, ()) if self._touches(number)]
+        numbers = [number for number in self.circuit.numbers.get(node, ()) if self._touches(number)]
         if not edited or not numbers:
             value = execute(self.circuit.trace.module, node, args, kwargs)
             return widened(value) if self._precise else value
         given = named_arguments(node, args, kwargs)
         for number in numbers:
             if number in self._probed:
-                self._add_zero(number, given)
+                given = self._add_zero(number, given)
             if cut:
-                _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
+                given = _cut(node, given, self._edits.cuts.get(number, []), slicing=self._slicing)
             if number in self._edits.biases:
                 given["bias"] = self._edits.biases[number].to(given["weight"])  # and to float64, if that is
-        return _call(node, given)
+        return call(node, given)
 
     def _touches(self, number: int) -> bool:
         return number in self._edits.cuts or number in self._edits.biases or number in self._probed
 
-    def _add_zero(self, number: int, given: Arguments) -> None:
-        name, _, index = self._probed[number].partition(".")
-        x = given[name][int(index)] if index else given[name]
+    def _add_zero(self, number: int, given: Arguments) -> Arguments:
+        x = self._probed[number].get(given)
         zero = torch.zeros_like(x, requires_grad=True)
         self.probes[number] = (x.detach(), zero)
-        if index:
-            given[name] = [x + zero if k == int(index) else value for k, value in enumerate(given[name])]
-        else:
-            given[name] = x + zero
+        return self._probed[number].put(given, x + zero)
 
 
 _WIDE = {
@@ -243,28 +227,17 @@ def widened(value: Any) -> Any:
     return pytree.tree_map(wide, value)
 
 
-def _cut(node: fx.Node, given: Arguments, cuts: list[tuple[str, int, Tensor]], *, slicing: bool) -> None:
+def _cut(node: fx.Node, given: Arguments, cuts: list[Cut], *, slicing: bool) -> Arguments:
     """Take away what is not read: by slicing where that is one position of the weight, else by zeros."""
-    for data, dim, mask in cuts:
-        name, _, index = data.partition(".")
-        x = given[name][int(index)] if index else given[name]
-        axis = _SLICED.get(node.target) if slicing else None
-        if axis is not None and given.get("groups", 1) == 1 and dim % x.ndim == axis % x.ndim and data == "input":
-            positions = torch.nonzero(mask.to(x.device)).flatten()
-            given[name] = x.index_select(dim, positions)
-            given["weight"] = given["weight"].index_select(1, positions)
-            continue
-        shape = [1] * x.ndim
-        shape[dim] = len(mask)
-        x = x.masked_fill(~mask.to(x.device).reshape(shape), 0)  # also clears NaN and Inf, which removal does
-        if index:
-            given[name] = [x if k == int(index) else value for k, value in enumerate(given[name])]
+    op = op_of(node)
+    axis = op.sliced if op is not None and slicing and given.get("groups", 1) == 1 else None
+    for each in cuts:
+        x = each.data.get(given)
+        if axis is not None and each.dim % x.ndim == axis % x.ndim and each.data.name == "input":
+            positions = torch.nonzero(each.stays.to(x.device)).flatten()
+            weight = given["weight"].index_select(1, positions)
+            given = {**given, "input": x.index_select(each.dim, positions), "weight": weight}
         else:
-            given[name] = x
-
-
-def _call(node: fx.Node, given: Arguments) -> Any:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    args = [given[a.name] for a in arguments if not a.kwarg_only]
-    kwargs = {a.name: given[a.name] for a in arguments if a.kwarg_only}
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+            gone = along(~each.stays.to(x.device), each.dim, x.ndim)
+            given = each.data.put(given, x.masked_fill(gone, 0))  # also clears NaN and Inf, which removal does
+    return given

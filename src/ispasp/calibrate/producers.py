@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
-from ispasp.calibrate.circuit import execute, output_dim
+from ispasp.calibrate.circuit import execute
 from ispasp.calibrate.readers import units_along
 from ispasp.graph.analyse import Analysis, owner
+from ispasp.graph.ops import output_channels
 from ispasp.graph.tails import tail
 from ispasp.graph.values import Contraction, Value
 from ispasp.types import Producer
@@ -75,7 +76,7 @@ def _evaluate(analysis: Analysis, node: fx.Node, tensors: Mapping[str, Tensor]) 
 
 def _gamma(analysis: Analysis, contraction: Contraction, tensors: Mapping[str, Tensor], channels: int) -> Tensor | None:
     """Weight of the BatchNorm right after the layer."""
-    channel = output_dim(contraction.node)
+    channel = output_channels(contraction.node)
     if channel is None:
         return None
     norm = tail(contraction.node, channel, analysis.trace.sources).norm

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ispasp.calibrate.forms import Arguments, Form, forms
+from ispasp.calibrate.circuit import Cut
 from ispasp.calibrate.measure import measure
 from ispasp.errors import InputError
 from ispasp.graph.analyse import Analysis, owner
 from ispasp.graph.atoms import resolve
+from ispasp.graph.ops import Arguments, Form, along, forms, given_to
 from ispasp.graph.values import Contraction, Value
 from ispasp.types import Consumer, Reading
 from ispasp.types.layout import Extent, Factor, Kept, kept_mask, names_in
@@ -36,10 +37,10 @@ class Reader:
         """Hidden dimensions that are read here."""
         return {name for _, extent in self.extents for name in names_in(extent)}
 
-    def cuts(self, kept: Kept) -> list[tuple[str, int, Tensor]]:
-        """Argument, dimension and mask of the positions that stay."""
+    def cuts(self, kept: Kept) -> list[Cut]:
+        """What it reads of the kept units."""
         return [
-            (self.contraction.data, dim, kept_mask(extent, kept))
+            Cut(self.contraction.data, dim, kept_mask(extent, kept))
             for dim, extent in self.extents
             if names_in(extent) & set(kept)
         ]
@@ -59,8 +60,7 @@ class Reader:
 
     def activations(self, arguments: Arguments) -> Tensor:
         """The argument that holds activations."""
-        name, _, index = self.contraction.data.partition(".")
-        found: Tensor = arguments[name][int(index)] if index else arguments[name]
+        found: Tensor = self.contraction.data.get(arguments)
         return found
 
     def labels(self, name: str, x: Tensor) -> Tensor:
@@ -68,9 +68,7 @@ class Reader:
         found = torch.full((1,) * x.ndim, -1, device="cpu")
         for dim, extent in self.extents:
             if name in names_in(extent):
-                shape = [1] * x.ndim
-                shape[dim] = -1
-                found = torch.maximum(found, units_along(extent, name).reshape(shape))
+                found = torch.maximum(found, along(units_along(extent, name), dim, x.ndim))
         return found.to(x.device).expand(x.shape)
 
 
@@ -107,15 +105,7 @@ def _path(contraction: Contraction) -> str:
 
 
 def _extents(analysis: Analysis, contraction: Contraction, wanted: Collection[str]) -> tuple[tuple[int, Extent], ...]:
-    node, data = contraction.node, contraction.data
-    name, _, index = data.partition(".")
-    position = next(
-        i
-        for i, a in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-        if a.name == name
-    )
-    argument = node.args[position] if position < len(node.args) else node.kwargs[name]
-    value = analysis.tracker.values[argument[int(index)] if index else argument]  # type: ignore[index]
+    value = analysis.tracker.values[contraction.data.get(given_to(contraction.node))]
     assert isinstance(value, Value)  # noqa: S101  # the rule put it there
     read = {analysis.names.get(atom) for axis in contraction.contracted for s in resolve(axis) for atom in s}
 

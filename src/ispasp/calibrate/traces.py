@@ -25,8 +25,7 @@ class Circuits:
         """Start with the traces that were analysed: of the example, and of batches of other kinds."""
         self._model = model
         self._analysis = analysis
-        nodes = {number: c.node for number, c in enumerate(analysis.tracker.contractions)}
-        self.first = Circuit(analysis.trace, nodes)
+        self.first = Circuit.of(analysis)
         self._known: dict[Any, Circuit] = {signature(example): self.first}
         self.kinds: list[tuple[Batch, Circuit]] = []  # one batch of each kind but the example's
         for batch, walk in zip(also, analysis.others, strict=True):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ispasp.calibrate.circuit import Edits, output_dim
-from ispasp.calibrate.forms import Arguments, Form
+from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.passage import Passage
 from ispasp.calibrate.patches import patches
 from ispasp.calibrate.readers import Reader
@@ -18,6 +17,7 @@ from ispasp.compensate.slots import Slot
 from ispasp.compensate.solve import RIDGE, Fit, held_out, solve, squared_error
 from ispasp.compensate.sums import Halves, Sums, no_sums, sums_of
 from ispasp.errors import InputError
+from ispasp.graph.ops import Arguments, Form, along, bias_of, output_channels
 from ispasp.graph.tails import scale
 from ispasp.types import Consumer, ConvConsumer
 
@@ -149,8 +149,8 @@ def _kept(reader: Reader, edits: Edits, consumer: Consumer) -> Tensor:
     """Channels of the consumer that stay."""
     if reader.number not in edits.cuts:
         return torch.arange(consumer.channels, device="cpu")
-    ((_, _, mask),) = edits.cuts[reader.number]
-    return torch.nonzero(mask).flatten()
+    (only,) = edits.cuts[reader.number]
+    return torch.nonzero(only.stays).flatten()
 
 
 def _narrow(consumer: Consumer, kept: Tensor) -> Consumer:
@@ -173,9 +173,7 @@ def _matrix(consumer: Consumer) -> Tensor:
 
 def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
     groups = consumer.geometry.groups if isinstance(consumer, ConvConsumer) else 1
-    given = arguments.get("bias")
-    if given is None and str(reader.contraction.node.target) == "aten.addmm.default":
-        given = arguments["self"]
+    given = bias_of(reader.contraction.node, arguments)
     if given is None:
         given = consumer.weight.new_zeros(consumer.outputs)
     return given.detach().double().reshape(groups, -1)
@@ -222,10 +220,9 @@ def _with_skip(T: Tensor, passage: Passage, number: int) -> Tensor:
     lost: Tensor = passage.value(tail.other, dense=True) - passage.value(tail.other)
     factor = scale(tail, passage.fixed)
     if factor is not None:
-        shape = [1] * lost.ndim
-        shape[output_dim(passage.circuit.contractions[number]) or 0] = -1
+        channel = output_channels(passage.circuit.contractions[number]) or 0
         inverse = torch.where(factor.abs() > _FAINT * factor.abs().max(), 1 / factor, 0.0)
-        lost = lost * inverse.to(lost.dtype).reshape(shape)
+        lost = lost * along(inverse.to(lost.dtype), channel, lost.ndim)
     return T + lost
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from ispasp.calibrate.circuit import Circuit, caller
 from ispasp.calibrate.readers import Reader
 from ispasp.graph.analyse import owner
-
-_BIAS_ARGUMENT = {"aten.linear.default": "bias", "aten.addmm.default": "self"}
+from ispasp.graph.ops import bias_of, given_to, op_of, weight_operand
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,14 @@ class Slot:
 def slot(reader: Reader, circuit: Circuit, model: nn.Module, tensors: Mapping[str, Tensor]) -> Slot:
     """Find the slots of a reader; a tensor that anything else uses, too, is left alone."""
     node = circuit.contractions[reader.number]
-    weight = _argument(node, _weight_argument(reader))
-    name = _own(weight, circuit, tensors)
+    given, operand = given_to(node), weight_operand(node, reader.contraction.data)
+    name = _own(operand.get(given) if operand else None, circuit, tensors)
     if not name:
         return Slot(why_not="its weight is shared or computed, not a parameter of its own")
-    if tensors[name].ndim != 2 and not str(node.target).startswith("aten.conv"):
+    op = op_of(node)
+    if tensors[name].ndim != 2 and not (op is not None and op.channels == "conv"):
         return Slot(why_not=f"its weight has {tensors[name].ndim} axes, not the two of a matrix")
-    bias = _argument(node, _bias_argument(node))
+    bias = bias_of(node, given)
     if bias is not None:
         return _with_bias(name, bias, node, _own(bias, circuit, tensors))
     norm = circuit.tails[reader.number].norm
@@ -58,27 +58,6 @@ def _with_bias(weight: str, bias: object, node: fx.Node, own: str) -> Slot:
     if str(node.target) == "aten.addmm.default" and not usual:
         return Slot(why_not="its bias is not one number for each output")  # addmm takes all shapes that broadcast
     return Slot(weight, own, "bias") if own else Slot(weight, why_not="its bias is shared, and stays")
-
-
-def _weight_argument(reader: Reader) -> str:
-    schema = reader.contraction.node.target._schema  # type: ignore[union-attr]
-    names = [a.name for a in schema.arguments]
-    if "weight" in names:
-        return "weight"
-    operands = [n for n in names if n in ("self", "other", "mat1", "mat2", "vec")][-2:]
-    return next((n for n in operands if n != reader.contraction.data), "")
-
-
-def _bias_argument(node: fx.Node) -> str:
-    name = str(node.target)
-    return "bias" if name.startswith("aten.conv") else _BIAS_ARGUMENT.get(name, "")
-
-
-def _argument(node: fx.Node, name: str) -> object:
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name)
-    return None
 
 
 def _own(node: object, circuit: Circuit, tensors: Mapping[str, Tensor]) -> str:

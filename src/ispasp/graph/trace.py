@@ -197,22 +197,3 @@ def _parameters_copied() -> Iterator[None]:
     finally:
         if before is not None:
             utils._safe_copy = before
-
-
-def placeholders(trace: Trace, model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The value of every placeholder: the model's tensors, constants, and the batch's inputs in order."""
-    inputs = iter(pytree.tree_leaves(fresh_arguments(batch)))
-    tensors: dict[str, Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    values: dict[str, Any] = {}
-    for node in trace.graph.find_nodes(op="placeholder"):
-        source = trace.sources[node.name]
-        if source.kind == "input":
-            values[node.name] = next(inputs)
-        elif source.kind == "constant":
-            values[node.name] = trace.constants[source.name]
-        else:
-            values[node.name] = tensors[source.name]
-    return values

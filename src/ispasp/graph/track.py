@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, new_axis, unite
+from ispasp.graph.ops import Operand
 from ispasp.graph.trace import Source, Trace
 from ispasp.graph.values import Contraction, Value, fresh, shape_of
 
@@ -159,18 +160,18 @@ class Tracker:
         self,
         node: fx.Node,
         kind: str,
-        data: tuple[str, Value, Sequence[int]],
+        data: tuple[Operand, Value, Sequence[int]],
         parameter: Value,
         contracted: Sequence[Axis],
         made: Sequence[Axis],
     ) -> None:
         """Note that a parameter reads these dimensions of the activations."""
-        name, _, dims = data
+        operand, _, dims = data
         if self._depth:  # masks are put on the outer graph only
             for axis in contracted:
                 freeze(axis, Reason("is read inside a higher-order op", node.name))
         self.contractions.append(
-            Contraction(node, kind, name, tuple(dims), tuple(contracted), tuple(made), parameter.parameters)
+            Contraction(node, kind, operand, tuple(dims), tuple(contracted), tuple(made), parameter.parameters)
         )
 
     def counts(self, parameter: Value | None, attribute: str, axis: Axis) -> None:

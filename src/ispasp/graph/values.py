@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, new_axis
+from ispasp.graph.ops import Operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +53,13 @@ def _fresh(example: Any, reason: Reason) -> Any:
 class Contraction:
     """A node that sums over an axis with a parameter: where a hidden dimension is read, and another made.
 
-    `data` is the name of the argument that holds the activations; `dims` their contracted dimensions; `contracted` and
+    `data` is the argument that holds the activations; `dims` their contracted dimensions; `contracted` and
     `made` are the parameter's axes on either side.
     """
 
     node: fx.Node
     kind: str  # "linear" | "conv" | "matmul"
-    data: str
+    data: Operand
     dims: tuple[int, ...]
     contracted: tuple[Axis, ...]
     made: tuple[Axis, ...]

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ispasp.graph import contractions  # noqa: F401  # fills the table of linear forms
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, flatten, freeze, length, mark, split
+from ispasp.graph.ops import Operand
 from ispasp.graph.rules.pointwise import broadcast, overloads
 from ispasp.graph.track import Tracker, rule
 from ispasp.graph.values import Value, fresh
@@ -41,7 +43,7 @@ def _product(
         name_a, x, dim_a, w, dim_b = name_b, w, dim_b, x, dim_a
     dim_b %= len(w.axes)
     made = [axis for k, axis in enumerate(w.axes) if k != dim_b]
-    t.contract(node, kind, (name_a, x, [dim_a % len(x.axes)]), w, [w.axes[dim_b]], made)
+    t.contract(node, kind, (Operand(name_a), x, [dim_a % len(x.axes)]), w, [w.axes[dim_b]], made)
     return frozenset()
 
 
@@ -62,7 +64,7 @@ def _convolution(
     t.unite(node, inner_x, read)
     if weight.is_parameter and not x.is_parameter:
         if length(read) > 1 or groups == 1:
-            t.contract(node, "conv", ("input", x, [channel_dim]), weight, [read], [flatten([outer_w, made])])
+            t.contract(node, "conv", (Operand("input"), x, [channel_dim]), weight, [read], [flatten([outer_w, made])])
     else:
         t.freeze(node, Value((read,)), [0], _INNER)
     t.counts(weight, "groups", outer_w)
@@ -166,7 +168,7 @@ def bilinear(t: Tracker, node: fx.Node, input1: Value, input2: Value, weight: Va
     """y_o = x1^T W_o x2 + b_o: the weight (outputs, inputs 1, inputs 2) reads both."""
     for number, value in ((1, input1), (2, input2)):
         t.unite(node, value.axes[-1], weight.axes[number])
-        where = (f"input{number}", value, [len(value.axes) - 1])
+        where = (Operand(f"input{number}"), value, [len(value.axes) - 1])
         if weight.is_parameter and not value.is_parameter:
             t.contract(node, "linear", where, weight, [weight.axes[number]], [weight.axes[0]])
         else:
@@ -240,7 +242,7 @@ def _unread(
     for k, x in enumerate(tensors):
         read = [letter for letter in summed if letter in term and letter in terms[k]]
         if k != fixed[0] and read:
-            where = (f"tensors.{k}", x, [terms[k].index(letter) for letter in read])
+            where = (Operand("tensors", k), x, [terms[k].index(letter) for letter in read])
             t.contract(node, "matmul", where, w, [letters[letter] for letter in read], made)
             summed = [letter for letter in summed if letter not in read]
     return summed
