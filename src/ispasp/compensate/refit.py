@@ -173,7 +173,7 @@ def _matrix(consumer: Consumer) -> Tensor:
 
 def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
     groups = consumer.geometry.groups if isinstance(consumer, ConvConsumer) else 1
-    given = bias_of(reader.contraction.node, arguments)
+    given: Tensor | None = bias_of(reader.contraction.node, arguments)
     if given is None:
         given = consumer.weight.new_zeros(consumer.outputs)
     return given.detach().double().reshape(groups, -1)

@@ -150,9 +150,8 @@ def output_channels(node: fx.Node) -> int | None:
     A convolution takes an example without a batch dimension, too.
     """
     op = op_of(node)
-    if op is None or isinstance(op.channels, int):
-        return None if op is None else op.channels
-    return None if op.channels is None else 1 - len(given_to(node)["weight"].meta["val"].shape)
+    channels = None if op is None else op.channels
+    return 1 - len(given_to(node)["weight"].meta["val"].shape) if channels == "conv" else channels
 
 
 def along(values: Tensor, axis: int, rank: int) -> Tensor:
