@@ -98,6 +98,15 @@ def test_one_wrong_index_in_any_tensor_is_found(
         ispasp.prune(model, [x], 0.75, progress=False)
 
 
+def test_half_precision_that_float64_cannot_check_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Normed().bfloat16().eval(), torch.randn(200, 16).bfloat16()
+    assert ispasp.prune(model, [x], 0.75, progress=False).advice == ()
+    monkeypatch.setattr("ispasp.api.proof.precise_proof", lambda *_: None)
+    (advice,) = ispasp.prune(model, [x], 0.75, progress=False).advice
+    assert "compared in half precision only" in advice
+
+
 class Difference(nn.Module):
     """The last layer's outputs cancel to 1e-6 of what they are sums of: float32 has nothing left."""
 

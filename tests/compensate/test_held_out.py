@@ -91,7 +91,22 @@ def test_a_fit_that_is_worse_on_new_examples_is_left_alone() -> None:
 def test_too_few_examples_are_told(net: nn.Module) -> None:
     result = ispasp.prune(net, [torch.randn(8, 16).double()], 0.5, progress=False)
     assert result.advice == (
-        "8 examples are few for the refit of 1 of 1 layers (fewer rows than columns): about 64 would do",
+        "8 examples make 8 rows, fewer than the columns that 1 of 1 layers are refitted by: "
+        "about 320 examples would do",
     )
     assert result.advice[0] in str(result)
     assert ispasp.prune(net, [torch.randn(64, 16).double()], 0.5, progress=False).advice == ()
+
+
+def test_some_of_many_outputs_choose_the_ridge_and_all_are_measured() -> None:
+    g = torch.Generator().manual_seed(0)
+    X = torch.randn(1, 20, 44, generator=g, dtype=torch.float64)
+    W = torch.randn(1, 700, 20, generator=g, dtype=torch.float64)
+    T = W @ X + 3.0 * torch.randn(1, 700, 44, generator=g, dtype=torch.float64)
+    b = torch.zeros(1, 700)
+    found = held_out(halves(X, T), 0 * W, b, intercept=True)
+    each = {r: held_out(halves(X, T), 0 * W, b, intercept=True, ridge=r) for r in (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)}
+    assert found is not None
+    assert found.ridge == min(each, key=lambda r: each[r].after if each[r] else math.inf)
+    assert found.after == each[found.ridge].after
+    assert found.before == pytest.approx(float(T.square().sum()))

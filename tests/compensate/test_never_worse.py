@@ -86,7 +86,7 @@ def test_where_no_fit_is_better_the_weight_stays_and_the_report_says_so() -> Non
     result = ispasp.prune(dense, [x], {"0": [0, 1, 2]}, progress=False)
     assert result.layers[0].notes == ("2: not compensated: no better fit",)
     assert torch.equal(result.model[2].weight, dense[2].weight[:, :3])
-    assert result.layers[0].relative_error == result.layers[0].uncompensated_error == 0.0
+    assert result.layers[0].relative_error == result.layers[0].uncompensated_error < 1e-7  # rounding of the sums
 
 
 def _lost(dense: torch.nn.Sequential, pruned: torch.nn.Sequential, x: torch.Tensor) -> float:

@@ -37,6 +37,7 @@ from ispasp.graph.trace import Batch
 from ispasp.select import selector
 from ispasp.surgery.fold import Folding
 from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remove_, set_data
+from ispasp.surgery.verify import FLOAT32
 from ispasp.types import Selection
 from ispasp.types.dimension import FrozenAxis
 from ispasp.types.layout import names_in
@@ -302,6 +303,11 @@ def _folded(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _amplified(evidence: Evidence) -> tuple[str, ...]:
+    if evidence.precise is None and evidence.limit > FLOAT32:
+        return (
+            "the pruned model is compared in half precision only, since it does not run in float64: a single wrong "
+            "unit of a wide layer could hide in rounding; prune it in float32, and convert it afterwards",
+        )
     if evidence.precise is None or evidence.error <= evidence.limit:
         return ()
     return (
@@ -314,10 +320,11 @@ def _few_examples(job: Job) -> tuple[str, ...]:
     short = [refit for refit in job.refits.values() if refit.wanted]
     if not short:
         return ()
-    examples = next(refit.examples for refit in short)
+    worst = max(short, key=lambda refit: refit.wanted)
+    given = "1 example makes" if worst.examples == 1 else f"{worst.examples:,} examples make"
     return (
-        f"{examples:,} examples are few for the refit of {len(short)} of {len(job.refits)} layers (fewer rows than "
-        f"columns): about {max(refit.wanted for refit in short):,} would do",
+        f"{given} {worst.rows:,} rows, fewer than the columns that {len(short)} of {len(job.refits)} layers are "
+        f"refitted by: about {worst.wanted:,} examples would do",
     )
 
 

@@ -22,6 +22,7 @@ from ispasp.graph.tails import scale
 from ispasp.types import Consumer, ConvConsumer
 
 _ENTRIES = 2**25  # of the patches that are laid out at once
+_ENOUGH = 10  # rows for every column
 _ROUNDING = 1e-12  # of a difference of sums
 _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make good for a skip connection
 
@@ -31,7 +32,8 @@ class Refit:
     """What happened at one consumer: squared errors before and after compensation, what they relate to, a remark.
 
     `held_out` is the squared error, on one half of the examples, of a fit to the other half, and what it relates to.
-    `wanted` is the number of examples that would do, where the ones given are too few for the fit.
+    `wanted` is the number of examples that would do, where the ones given are too few for the fit. `rows` is how many
+    equations the examples make up: one for every token, or for every position of a convolution.
     """
 
     before: float
@@ -41,6 +43,7 @@ class Refit:
     held_out: tuple[float, float] | None = None
     wanted: int = 0
     examples: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: f
         error = tried.after if fit.used else tried.before
         unseen = error, sum(_size(half, b0) for half in tried.examined)
     wanted = _wanted(data, W0.shape[-1])
-    return Refit(fit.before, fit.after, _size(s, b0), _note(fit, where), unseen, wanted, data.examples)
+    return Refit(fit.before, fit.after, _size(s, b0), _note(fit, where), unseen, wanted, data.examples, int(s.n))
 
 
 def _size(s: Sums, b0: Tensor) -> float:
@@ -118,9 +121,12 @@ def _size(s: Sums, b0: Tensor) -> float:
 
 
 def _wanted(data: Gathered, columns: int) -> int:
-    """How many examples would give two rows for every column of the fit, where there are fewer than one."""
+    """How many examples would give ten rows for every column of the fit, where there are fewer than one.
+
+    Rows of one image or text resemble each other, so that two for each column are not enough.
+    """
     rows = float(data.sums.whole.n)
-    return math.ceil(data.examples * 2 * columns / rows) if 0 < rows < columns else 0
+    return math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
 
 
 def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:

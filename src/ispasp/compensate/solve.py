@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from ispasp.compensate.sums import Halves, Sums
 RIDGE = 1e-4
 _RIDGES = (RIDGE, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MANY = 4  # rows for every column: then one half tells enough
+_OUTPUTS = 128  # of a layer, at most, that a ridge is chosen by
 _ROUNDING = 1e-13  # of a variance, relative to the mean square: that of a constant in float32
 
 
@@ -43,22 +46,43 @@ def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: flo
     True
     """
     W0, b0 = W0.double(), b0.double()
+    before = squared_error(s, W0, b0)
+    W, b = _normal(s, W0, b0, intercept=intercept).at(ridge)
+    after = squared_error(s, W, b)
+    return Fit(W, b, before, after, used=True) if after < before else Fit(W0, b0, before, before, used=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Normal:
+    """The normal equations (W - W0) (G + lambda) = C - W0 G, to be solved for any ridge."""
+
+    s: Sums
+    W0: Tensor  # (g, O, K)
+    b0: Tensor  # (g, O)
+    G: Tensor  # (g, K, K)
+    rest: Tensor  # (g, O, K), C - W0 G
+    intercept: bool
+
+    def at(self, ridge: float) -> tuple[Tensor, Tensor]:
+        """Weight and bias."""
+        s, G = self.s, self.G
+        size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
+        varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs tell of the shift only
+        ridged = G.clone()
+        ridged.diagonal(dim1=-2, dim2=-1).add_((ridge * torch.where(varies, size, 1.0))[:, None])
+        factor, info = torch.linalg.cholesky_ex(ridged)
+        step = torch.cholesky_solve(self.rest.mT, factor).mT
+        W = self.W0 + torch.where((varies & (info == 0))[:, None, None], step, 0.0)
+        return W, (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if self.intercept else self.b0
+
+
+def _normal(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool) -> _Normal:
     if intercept:  # centred: the bias takes the means
         G = s.xx - s.x[..., :, None] * s.x[..., None, :] / s.n
         C = s.tx - s.t[..., :, None] * s.x[..., None, :] / s.n
     else:
         G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
-    old = Fit(W0, b0, error := squared_error(s, W0, b0), error, used=False)
-    size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
-    varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs tell of the shift only
-    size = torch.where(varies, size, 1.0)
-    ridged = G + (ridge * size)[:, None, None] * torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    factor, info = torch.linalg.cholesky_ex(ridged)
-    step = torch.cholesky_solve((C - W0 @ G).mT, factor).mT
-    W = W0 + torch.where((varies & (info == 0))[:, None, None], step, 0.0)
-    b = (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if intercept else b0
-    after = squared_error(s, W, b)
-    return Fit(W, b, old.before, after, used=True) if after < old.before else old
+    return _Normal(s, W0, b0, G, C - W0 @ G, intercept)
 
 
 @dataclass(frozen=True)
@@ -82,20 +106,33 @@ def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: 
     """
     if not halves.both:
         return None
+    W0, b0 = W0.double(), b0.double()
     pairs = [(halves.first, halves.second), (halves.second, halves.first)]
     if float(halves.first.n + halves.second.n) > _MANY * W0.shape[-1]:
         pairs = pairs[:1]
-    before = sum(squared_error(other, W0.double(), b0.double()) for _, other in pairs)
-    best: HeldOut | None = None
-    for each in _RIDGES if ridge is None else (ridge,):
-        after = 0.0
-        for half, other in pairs:
-            fit = solve(half, W0, b0, intercept=intercept, ridge=each)
-            after += squared_error(other, fit.weight, fit.bias)
-        if best is not None and after >= best.after:
+    chosen = _best_ridge(pairs, W0, b0, intercept=intercept) if ridge is None else ridge
+    before = sum(squared_error(other, W0, b0) for _, other in pairs)
+    fits = [_normal(half, W0, b0, intercept=intercept) for half, _ in pairs]
+    after = _errors_at(chosen, fits, pairs)
+    return HeldOut(chosen, before, after, tuple(other for _, other in pairs))
+
+
+def _best_ridge(pairs: Sequence[tuple[Sums, Sums]], W0: Tensor, b0: Tensor, *, intercept: bool) -> float:
+    """The ridge with the least error on held-out examples; some of the outputs are enough to tell."""
+    every = -(-W0.shape[1] // _OUTPUTS)
+    pairs = [(half.outputs(every), other.outputs(every)) for half, other in pairs]
+    fits = [_normal(half, W0[:, ::every], b0[:, ::every], intercept=intercept) for half, _ in pairs]
+    best, least = _RIDGES[0], math.inf
+    for ridge in _RIDGES:
+        error = _errors_at(ridge, fits, pairs)
+        if error >= least:
             break
-        best = HeldOut(each, before, after, tuple(other for _, other in pairs))
+        best, least = ridge, error
     return best
+
+
+def _errors_at(ridge: float, fits: Sequence[_Normal], pairs: Sequence[tuple[Sums, Sums]]) -> float:
+    return sum(squared_error(other, *fit.at(ridge)) for fit, (_, other) in zip(fits, pairs, strict=True))
 
 
 def squared_error(s: Sums, W: Tensor, b: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         """Merge two parts of the data."""
         return Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def outputs(self, every: int) -> Sums:
+        """Sums of every so-many-th output."""
+        return replace(self, t=self.t[:, ::every], tx=self.tx[:, ::every], tt=self.tt[:, ::every])
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name, for adding over machines."""

@@ -76,9 +76,10 @@ def _compare(a: Tensor, b: Tensor) -> Comparison:
         return Comparison(0.0, b.numel() if varied else 0, float((a != b).double().mean()) if b.numel() else 0.0)
     a, b = a.double(), b.double()
     finite = torch.isfinite(b)
-    if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()) or bool((a.isnan() != b.isnan()).any()):
-        return Comparison(math.inf, 0)
-    a, b = a[finite], b[finite]
+    if not bool(finite.all()):
+        if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()) or bool((a.isnan() != b.isnan()).any()):
+            return Comparison(math.inf, 0)
+        a, b = a[finite], b[finite]
     size, difference = float(b.norm()), float((a - b).norm())
     error = difference / size if size else difference
     return Comparison(error if not math.isnan(error) else math.inf, b.numel() if size else 0)
