@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ispasp.api.evidence import Setting
+from ispasp.api.history import remember_
 from ispasp.api.proof import Proof
 from ispasp.api.survey import Survey, survey_kinds
 from ispasp.calibrate.circuit import Edits, named_tensors
@@ -56,6 +57,7 @@ def apply_(
         if batch is None:
             with fitting(model), all_or_nothing() as undo:
                 remove_(model, plan, undo, optimizer)
+                remember_(model, plan, undo)
         else:
             _apply_and_verify(model, plan, batch, optimizer, _analysis(model, batch, checked_by, layers))
         layers.restore(but=plan.structure.folded)
@@ -83,6 +85,7 @@ def _apply_and_verify(
     with all_or_nothing() as undo:
         with fitting(model):
             remove_(model, plan, undo, optimizer)
+        remember_(model, plan, undo)
         what = _what_is_wrong(model, plan, batch, proof)
         if what:
             undo.run()

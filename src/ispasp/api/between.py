@@ -11,12 +11,14 @@ from torch import nn
 
 from ispasp.api.copying import copied
 from ispasp.api.evaluation import Judge, Scores, scored
+from ispasp.api.history import plans_of, record_
 from ispasp.api.inputs import Inputs
 from ispasp.api.result import Result
 from ispasp.calibrate.alike import weights_alike
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError
 from ispasp.graph.trace import evaluating
+from ispasp.surgery.remove import Undo
 from ispasp.types.layout import Extent, full_length
 from ispasp.types.plan import Plan, Structure, TensorLayout
 
@@ -42,6 +44,7 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
     judge = _judge(model, batches, options, ranks)
     before = scored(options.evaluate, model, ranks) if options.evaluate else {}
     whole, on_trial = replace(whole, evaluate=None), replace(on_trial, evaluate=None)
+    plans = plans_of(model)
     trial = prune_(copied(model), batches, on_trial, ranks)  # widths, and the structure of the dense model
     results: list[Result] = []
     for layer in trial.layers:
@@ -55,9 +58,11 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
     folded = dict.fromkeys(path for r in (trial, *results) for path in r.plan.structure.folded)
     structure = replace(structure, folded=tuple(folded))
     gained = sum(len(model.get_parameter(f"{path}.bias")) for path in structure.biases)
+    plan = Plan({name: kept for r in results for name, kept in r.plan.kept.items()}, structure)
+    record_(model, (*plans, plan), Undo())  # one plan in the place of one for each layer
     return Result(
         model,
-        Plan({name: kept for r in results for name, kept in r.plan.kept.items()}, structure),
+        plan,
         tuple(layer for r in results for layer in r.layers),
         replace(trial.cost, params=trial.cost.params + gained),
         trial.frozen,

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ispasp.api.building import build
 from ispasp.api.files import CONFIG, WEIGHTS, Slot, slots
+from ispasp.api.history import remember_
 from ispasp.api.stored import Stored, stored
 from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import folder_path, is_regular, opened
@@ -55,6 +56,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
             with fitting(model):
                 remove_(model, saved.plan, undo)
             _fill(model, saved, tensors, undo, folder)
+            remember_(model, saved.plan, undo)
     return model
 
 

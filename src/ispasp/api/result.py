@@ -12,6 +12,7 @@ from torch import nn
 
 from ispasp.api.evaluation import Agreement, Scores
 from ispasp.api.evidence import Evidence
+from ispasp.api.history import plan_from_dense
 from ispasp.errors import visible
 from ispasp.report import Column, render
 from ispasp.types.dimension import Cost, FrozenAxis
@@ -60,6 +61,11 @@ class Result:
     """What `evaluate` gave before and after."""
     agreement: Agreement | None = None
     """How often the pruned model predicts what the dense one does."""
+
+    @property
+    def plan_from_dense(self) -> Plan:
+        """The plan from the dense model to `model` as it is now; differs from `plan` if it was pruned several times."""
+        return plan_from_dense(self.model) or self.plan
 
     @property
     def verified(self) -> float:

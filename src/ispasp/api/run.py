@@ -13,6 +13,7 @@ from ispasp.api.budgets import budget_widths, error_curves
 from ispasp.api.evaluation import Judge, Scores, check_runs, scored
 from ispasp.api.everywhere import ranked_together
 from ispasp.api.evidence import Evidence, Setting
+from ispasp.api.history import remember_
 from ispasp.api.inputs import Inputs, surveyed
 from ispasp.api.job import Job
 from ispasp.api.oneshot import collect, compensate_locally
@@ -94,6 +95,7 @@ class Run:
             self._check_divided()
             if options.recalibrate:
                 recalibrate_(self._model, self._batches.again(), self._team, undo)
+            remember_(self._model, plan, undo)
             agreement = judge.agreement(self._model, self._team)
             after = scored(options.evaluate, self._model, self._team) if options.evaluate else {}
             # Inside, so that Ctrl-C here does not leave a pruned model without a result.

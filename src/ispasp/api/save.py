@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ispasp.api.files import CONFIG, COPIES, FILES, FORMAT, GENERATION, PLAN, WEIGHTS, slots
+from ispasp.api.history import plans_of
 from ispasp.api.stored import metadata_of
 from ispasp.errors import InputError, IspaspError, PlanError, SaveError
 from ispasp.files.reading import folder_path, opened
@@ -39,6 +41,7 @@ def save(
     plan: Plan | None = None,
     *,
     overwrite: bool = False,
+    from_dense: bool = True,
 ) -> Path:
     """Write a pruned model and its plan to a folder; returns the folder.
 
@@ -48,6 +51,9 @@ def save(
     `model.safetensors` holds all of it, and is replaced in one step; the other files are copies. An earlier save is
     replaced and other files in the folder stay, but a dense checkpoint or config of the same name is replaced only with
     `overwrite=True`. Saving a model twice gives the same bytes.
+
+    A model that was pruned several times is saved with all its plans as one, so that it loads on the dense model;
+    `from_dense=False` writes the last plan alone, which fits the model that it was made for.
 
     >>> import tempfile, torch
     >>> from ispasp import apply_, load, survey
@@ -61,6 +67,7 @@ def save(
     """
     model, plan = _model_and_plan(model, plan)
     folder = folder_path(folder)
+    plan = _whole(model, plan) if from_dense else plan
     _check_pruned(model, plan)
     try:
         make_folder(folder)
@@ -89,6 +96,25 @@ def _model_and_plan(given: Any, plan: Plan | None) -> tuple[nn.Module, Plan]:
     if not isinstance(plan, Plan):
         raise InputError(f"plan is a {type(plan).__name__}: pass the ispasp.Plan that was applied to the model")
     return model, plan
+
+
+def _whole(model: nn.Module, plan: Plan) -> Plan:
+    """All plans of a model as one, if `plan` is the last of them."""
+    plans = plans_of(model)
+    if len(plans) < 2 or plan != plans[-1]:
+        return plan
+    try:
+        whole = reduce(Plan.then, plans)
+        for a in whole.structure.attributes:
+            found, expected = attributes.read(model.get_submodule(a.module), a.name), kept_length(a.extent, whole.kept)
+            if found != expected:
+                raise PlanError(f"{a.module!r} has {a.name}={found}, the plans leave {expected}")
+    except (PlanError, AttributeError) as error:
+        raise PlanError(
+            f"the {len(plans)} plans of this {type(model).__name__} do not make one ({error}): pass from_dense=False, "
+            "and load it on the model that was pruned last"
+        ) from error
+    return whole
 
 
 def _check_pruned(model: nn.Module, plan: Plan) -> None:

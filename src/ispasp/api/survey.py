@@ -16,6 +16,7 @@ from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch
 from ispasp.report import Column, render
 from ispasp.surgery import attributes
+from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.fold import Folding, folding, to_fold
 from ispasp.surgery.stir import telling
 from ispasp.surgery.trial import Trial
@@ -221,9 +222,10 @@ def _structure(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) ->
 
 
 def _attention_heads(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) -> list[Attribute]:
-    """nn.MultiheadAttention is swapped when its heads change."""
+    """nn.MultiheadAttention is swapped when its heads change; what it was swapped for changes its number."""
     found = []
-    modules = {path: m for path, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    kinds = (nn.MultiheadAttention, SlimMultiheadAttention)
+    modules = {path: m for path, m in model.named_modules() if isinstance(m, kinds)}
     for path, module in modules.items():
         value = analysis.tensors.get(f"{path}.out_proj.weight")
         if value is None:

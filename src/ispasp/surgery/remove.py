@@ -13,7 +13,7 @@ from ispasp.errors import IspaspError, PlanError
 from ispasp.graph.analyse import owner
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.surgery import attributes
-from ispasp.surgery.attention import SlimMultiheadAttention, slim
+from ispasp.surgery.attention import slim
 from ispasp.surgery.fold import Folding
 from ispasp.surgery.modules import own_sizes
 from ispasp.types.layout import Extent, full_length, kept_length, kept_mask, names_in
@@ -232,12 +232,13 @@ def _row_norms(v: Tensor, dim: int) -> Tensor:
 def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], undo: Undo) -> None:
     """Numbers that forwards read, then what layers say about their own sizes."""
     heads = {a.module: kept_length(a.extent, plan.kept) for a in plan.structure.attributes if a.name == "num_heads"}
+    swapped: list[nn.Module] = []
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.MultiheadAttention) and any(name.startswith(f"{path}.") for name in touched):
-            _swap(model, module, heads.get(path, module.num_heads), undo)
+            swapped.append(_swap(model, module, heads.get(path, module.num_heads), undo))
     for attribute in plan.structure.attributes:
         module = model.get_submodule(attribute.module)
-        if not _loses(attribute.extent, plan) or isinstance(module, SlimMultiheadAttention):
+        if not _loses(attribute.extent, plan) or any(module is new for new in swapped):
             continue
         found, expected = attributes.read(module, attribute.name), full_length(attribute.extent)
         if found != expected:
@@ -277,7 +278,7 @@ def _write_plain(module: nn.Module, name: str, new: Any, undo: Undo) -> None:
     setattr(module, name, new)
 
 
-def _swap(model: nn.Module, old: nn.MultiheadAttention, heads: int, undo: Undo) -> None:
+def _swap(model: nn.Module, old: nn.MultiheadAttention, heads: int, undo: Undo) -> nn.Module:
     """Put an attention module that can run with fewer heads in the place of one that cannot, wherever it is used."""
     projection, width = old.out_proj, old.out_proj.in_features
     undo(lambda: setattr(projection, "in_features", width))
@@ -287,3 +288,4 @@ def _swap(model: nn.Module, old: nn.MultiheadAttention, heads: int, undo: Undo) 
             if child is old:
                 undo(lambda parent=parent, name=name: parent._modules.__setitem__(name, old))  # type: ignore[misc]
                 parent._modules[name] = new
+    return new

@@ -9,7 +9,8 @@ from typing import Any
 
 from ispasp.errors import PlanError
 from ispasp.files.text import parsed
-from ispasp.types.layout import Extent, full_length, names_in
+from ispasp.types.compose import Composition, Pair
+from ispasp.types.layout import Extent, full_length, kept_length, names_in
 
 FORMAT, VERSION = "ispasp-plan", 1
 _LARGEST = 2**63 - 1  # of sizes
@@ -91,6 +92,23 @@ class Plan:
                     "sort them"
                 )
 
+    def then(self, second: Plan) -> Plan:
+        """This plan and one for the model that it leaves, as one plan for the dense model.
+
+        Kept units are in indices of the dense model. Layouts decide, not names: a hidden dimension that the second
+        survey calls otherwise is still cut where it lies. Plans that do not fit each other are refused.
+
+        >>> one = Plan({"fc": (0, 2, 3)}, Structure("Net", {"fc": 4}, {"w": TensorLayout((4,), {0: ((("fc", 4),),)})}))
+        >>> two = Plan({"fc": (1, 2)}, Structure("Net", {"fc": 3}, {"w": TensorLayout((3,), {0: ((("fc", 3),),)})}))
+        >>> one.then(two).kept
+        {'fc': (2, 3)}
+        """
+        return _composed(self, second)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """Itself: a plan does not change."""
+        return self
+
     def to_json(self) -> str:
         """The plan as JSON text.
 
@@ -148,6 +166,76 @@ class Plan:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             reason = f"{type(error).__name__}: {str(error)[:80]}"
             raise PlanError(f"the plan is damaged ({reason}): write it again with to_json") from None
+
+
+Axes = dict[int, list[list[Pair]]]
+
+
+def _composed(first: Plan, second: Plan) -> Plan:
+    one, two = first.structure, second.structure
+    if one.model != two.model:
+        raise PlanError(
+            f"plans of a {one.model} and a {two.model} do not follow each other: compose plans of one model"
+        )
+    both = Composition(first.kept, second.kept)
+    tensors = {name: _axes(both, name, one, two) for name in dict.fromkeys((*one.tensors, *two.tensors))}
+    attributes = {}
+    for row in dict.fromkeys((a.module, a.name) for a in (*one.attributes, *two.attributes)):
+        dense, pruned = (next((a.extent for a in s.attributes if (a.module, a.name) == row), None) for s in (one, two))
+        dense = dense or (((None, full_length(pruned or ())),),)
+        pruned = pruned or (((None, kept_length(dense, first.kept)),),)
+        attributes[row] = both.pairs(".".join(row), dense, pruned)
+    names = both.names()
+
+    def extent(segments: list[list[Pair]]) -> Extent:
+        return tuple(tuple((names.get(pair), full_length(pair[0])) for pair in pairs) for pairs in segments)
+
+    layouts = {}
+    for name, (shape, axes) in tensors.items():
+        extents = {axis: extent(segments) for axis, segments in axes.items()}
+        layouts[name] = TensorLayout(shape, {axis: e for axis, e in extents.items() if names_in(e)})
+    structure = Structure(
+        one.model,
+        {name: full_length(pair[0]) for pair, name in names.items()},
+        layouts,
+        tuple(Attribute(*row, extent(segments)) for row, segments in attributes.items()),
+        tuple(dict.fromkeys((*one.weight_norms, *two.weight_norms))),
+        tuple(dict.fromkeys((*one.biases, *two.biases))),
+        tuple(dict.fromkeys((*one.folded, *two.folded))),
+    )
+    return Plan({name: both.kept(pair) for pair, name in names.items()}, structure)
+
+
+def _axes(both: Composition, name: str, one: Structure, two: Structure) -> tuple[tuple[int, ...], Axes]:
+    """The dense shape of a tensor, and both plans' cuts of its axes."""
+    pruned = two.tensors.get(name)
+    dense = one.tensors.get(name) or _before_first(both, name, one, two)
+    if pruned is not None and len(pruned.shape) != len(dense.shape):
+        raise PlanError(f"{name!r} has {len(dense.shape)} axes in the first plan, {len(pruned.shape)} in the second: "
+                        "compose plans of one model that was not changed in between")  # fmt: skip
+    axes: Axes = {}
+    for axis, size in enumerate(dense.shape):
+        before = dense.axes.get(axis, (((None, size),),))
+        left = kept_length(before, both.first)
+        after = (((None, left),),) if pruned is None else pruned.axes.get(axis, (((None, pruned.shape[axis]),),))
+        axes[axis] = both.pairs(f"axis {axis} of {name!r}", before, after)
+    return dense.shape, axes
+
+
+def _before_first(both: Composition, name: str, one: Structure, two: Structure) -> TensorLayout:
+    """The dense layout of a tensor that only the second plan names: it lost nothing, or is a bias that is new there."""
+    found = two.tensors[name]
+    path = name.removesuffix(".bias")
+    weight = one.tensors.get(f"{path}.weight")
+    if path not in two.biases or weight is None:
+        return TensorLayout(found.shape, {})
+    after = two.tensors.get(f"{path}.weight")
+    for axis, size in enumerate(weight.shape[:2]):  # the outputs: axis 0, or 1 where the layer is transposed
+        extent = weight.axes.get(axis, (((None, size),),))
+        alike = after is None or after.axes.get(axis) == found.axes.get(0)
+        if alike and (kept_length(extent, both.first),) == found.shape:
+            return TensorLayout((size,), {0: extent})
+    return TensorLayout(found.shape, {})
 
 
 def _plan(data: dict[str, Any]) -> Plan:
