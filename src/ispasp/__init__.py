@@ -7,6 +7,7 @@ from ispasp import errors, select, train
 from ispasp.api.apply import apply_
 from ispasp.api.finetune import finetune
 from ispasp.api.load import load
+from ispasp.api.mask import mask
 from ispasp.api.onnx import export_onnx
 from ispasp.api.prune import prune, prune_
 from ispasp.api.recipes import recipes
@@ -33,6 +34,7 @@ __all__ = [
     "export_onnx",
     "finetune",
     "load",
+    "mask",
     "methods",
     "prune",
     "prune_",

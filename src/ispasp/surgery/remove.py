@@ -204,8 +204,8 @@ def _weight_norm_scales(model: nn.Module, plan: Plan, touched: dict[str, TensorL
         module, leaf = _holder(model, norm.v)
         v = getattr(module, leaf).detach()
         rows = {axis: e for axis, e in touched[norm.v].axes.items() if axis == norm.dim}
-        before = _row_norms(_cut(v, TensorLayout(touched[norm.v].shape, rows), plan), norm.dim)
-        scales[norm.g] = _row_norms(_cut(v, touched[norm.v], plan), norm.dim) / before
+        before = row_norms(_cut(v, TensorLayout(touched[norm.v].shape, rows), plan), norm.dim)
+        scales[norm.g] = row_norms(_cut(v, touched[norm.v], plan), norm.dim) / before
         touched.setdefault(norm.g, TensorLayout(tuple(_tensor(model, norm.g).shape), {}))
     return scales
 
@@ -224,7 +224,8 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _row_norms(v: Tensor, dim: int) -> Tensor:
+def row_norms(v: Tensor, dim: int) -> Tensor:
+    """Norms that a weight norm over `dim` divides by."""
     norms: Tensor = torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
     return norms
 
