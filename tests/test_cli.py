@@ -304,7 +304,7 @@ def test_an_error_is_one_line_and_exit_code_2(ispasp_: Ispasp, here: Path, case:
 
 def test_errors_of_folders(ispasp_: Ispasp, here: Path) -> None:
     ispasp_("prune", "nets.py:tiny", *DATA, "--out", "small")
-    assert "pruned already" in ispasp_("prune", "small", *DATA).err
+    assert "pass --model, the dense one (it was made from nets.py:tiny)" in ispasp_("prune", "small", *DATA).err
     assert "it was made from nets.py:tiny" in ispasp_("export", "small", "x.onnx").err
     assert "leave --weights out" in ispasp_("survey", "ispasp:small", "--weights", "w.pt").err
     told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "wide.npz")
@@ -314,6 +314,20 @@ def test_errors_of_folders(ispasp_: Ispasp, here: Path) -> None:
     told = ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "many.npz")
     assert "labels up to 7, the model has 3 outputs" in told.err
     assert "have no labels" in ispasp_("finetune", "small", "--model", "nets.py:tiny", "--data", "bare.npz").err
+
+
+def test_a_pruned_folder_is_pruned_again(ispasp_: Ispasp, here: Path) -> None:
+    dense = ("--model", "nets.py:tiny")
+    assert ispasp_("prune", "nets.py:tiny", *DATA, "--keep", "0.75", "--no-curves", "--out", "first").code == 0
+    done = ispasp_("prune", "first", *dense, *DATA, "--keep", "0.5", "--no-curves", "--out", "second")
+    assert done.code == 0, done.err
+    told = json.loads(Path("second/result.json").read_text(encoding="utf-8"))
+    first = json.loads(Path("first/plan.json").read_text(encoding="utf-8"))["dimensions"]
+    second = json.loads(Path("second/plan.json").read_text(encoding="utf-8"))["dimensions"]
+    assert told["model"] == "nets.py:tiny"
+    assert {n: d["units"] for n, d in second.items()} == {n: d["units"] for n, d in first.items()}
+    assert all(set(d["kept"]) < set(first[name]["kept"]) for name, d in second.items())
+    assert ispasp_("survey", "second", *dense, "--input-size", "6").code == 0
 
 
 def test_what_says_nothing_is_not_kept_quiet(ispasp_: Ispasp, here: Path) -> None:

@@ -16,8 +16,7 @@ from ispasp.cli import options as o
 from ispasp.cli.amounts import amount, bytes_of, looks_at_the_task, method_of
 from ispasp.cli.grouped import grouped
 from ispasp.cli.scoring import Scorer, scorer
-from ispasp.cli.sources import Loaded, Wanted, load_data, runs, saved_folder
-from ispasp.errors import InputError
+from ispasp.cli.sources import Loaded, Wanted, dense_spec, load_data, runs
 
 _AMOUNT = "How much stays"
 _HOW = "How"
@@ -191,20 +190,20 @@ def prune(
     Options(**chosen)  # tells what does not go together before anything is loaded
     wanted = reading.wanted(data.examples, input_size=data.input_size, labels=data.labels, seed=seed)
     checks.writable(out, model=True, force=force)
-    loaded = _dense(model, seed)
+    loaded = model.load(seed)
     found = load_data(data.data, loaded, wanted)
     found = pruning.with_labels(loaded, found, chosen["method"], runs(loaded, found))
     job = pruning.Job(loaded, found, chosen, data.examples, data.batch_size, data.scorer(loaded, wanted))
     checks.warn((*loaded.warnings, *found.warnings))
     without = how.without_curves()
     result = job.run(device, curves=not without)
-    typed = {"model": model.model, "weights": model.weights, "data": data.data, "val": data.val, "seed": seed}
+    typed = {
+        "model": dense_spec(model.model, model.dense),
+        "weights": model.weights,
+        "data": data.data,
+        "val": data.val,
+        "seed": seed,
+    }
     told = pruning.described(job, result, typed, without)
     pruning.write(result, told, found, out)
     pruning.tell(job, result, told, out, as_json=as_json)
-
-
-def _dense(model: o.ModelOptions, seed: int) -> Loaded:
-    if saved_folder(model.model) is not None:
-        raise InputError(f"{model.model} is pruned already: prune the dense model again with another --keep")
-    return model.load(seed)

@@ -7,13 +7,14 @@ from ispasp.cli.sources.huggingface import is_causal
 from ispasp.cli.sources.loaded import Loaded, with_options
 from ispasp.cli.sources.models import load_model
 from ispasp.cli.sources.runs import runs
-from ispasp.cli.sources.saved import RESULT, is_saved, saved_folder
+from ispasp.cli.sources.saved import RESULT, dense_spec, is_saved, saved_folder
 
 __all__ = [
     "RESULT",
     "Examples",
     "Loaded",
     "Wanted",
+    "dense_spec",
     "is_causal",
     "is_saved",
     "load_data",

@@ -67,6 +67,16 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
     return replace(built, spec=f"ispasp:{folder}", warnings=(), plan=plan, preprocessing=prepare)
 
 
+def dense_spec(spec: str, dense: str = "") -> str:
+    """How the dense model is named: a folder of ours that is pruned again opens as it did before.
+
+    >>> dense_spec("torchvision:resnet18")
+    'torchvision:resnet18'
+    """
+    folder = saved_folder(spec)
+    return spec if folder is None else dense or _made_from(folder)
+
+
 def _made_from(folder: Path) -> str:
     model = _told(folder).get("model")
     return model if isinstance(model, str) else ""
