@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from torch import nn
 
 import ispasp
 from ispasp.cli import main
+from support.cli import Done, without_signs_of_life
 
 NETS = """
 import torch
@@ -42,12 +42,6 @@ def leaves():
 """
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 Ispasp = Callable[..., Done]
 
 
@@ -62,7 +56,8 @@ def ispasp_(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
             main()
         except SystemExit as left:
             code = int(left.code or 0)
-        return Done(code, *capsys.readouterr())
+        shown = capsys.readouterr()
+        return Done(code, shown.out, without_signs_of_life(shown.err))
 
     return run
 

@@ -41,6 +41,6 @@ def test_the_first_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_others_are_spelt_rightly() -> None:
     known = get_command(app)
     commands = guide(2)
-    assert len(commands) == 4
+    assert len(commands) == 6
     for name, *arguments in commands:
         known.commands[name].make_context(name, arguments)  # parses, does not run

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import ispasp
+from ispasp.cli.alive import signs_of_life
 from ispasp.cli.bench import bench
 from ispasp.cli.demo import demo
 from ispasp.cli.evaluate import evaluate
@@ -42,7 +43,8 @@ def root(
 def main() -> None:
     """Entry point: an error is one line on standard error and exit code 2; with ISPASP_DEBUG=1 a traceback."""
     try:
-        code = app(prog_name="ispasp", standalone_mode=False)  # else typer would draw boxes around usage errors
+        with signs_of_life():
+            code = app(prog_name="ispasp", standalone_mode=False)  # else typer would draw boxes around usage errors
     except typer.Abort:
         code = 130  # as shells say it of Ctrl-C
     except Exception as error:

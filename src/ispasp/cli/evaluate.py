@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ispasp.cli import options as o
+from ispasp.cli.alive import LOG
 from ispasp.cli.checks import warn
 from ispasp.cli.grouped import grouped
 from ispasp.cli.pruning import move
@@ -40,6 +41,7 @@ def evaluate(
     wanted = reading.wanted(labels=labels, seed=seed)
     loaded = model.load(seed)
     found = load_data(data, loaded, wanted)
+    LOG.debug("scoring %s on %s", loaded.spec, found.text)
     judge = scorer(loaded, found, batch_size, examples=examples)
     warn((*loaded.warnings, *found.warnings))
     move(loaded, device)

@@ -10,6 +10,7 @@ import typer
 
 import ispasp
 from ispasp.cli import options as o
+from ispasp.cli.alive import LOG
 from ispasp.cli.checks import warn, writable
 from ispasp.cli.grouped import grouped
 from ispasp.errors import InputError
@@ -31,6 +32,7 @@ def export(
     writable(path.parent, option="")
     loaded = model.load()
     warn(loaded.warnings)
+    LOG.debug("exporting %s", model.model)
     batch = o.one_batch(loaded, data, reading.wanted(input_size=input_size))
     error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance)
     _check_opset(path, opset)

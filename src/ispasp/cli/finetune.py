@@ -15,6 +15,7 @@ import typer
 import ispasp
 from ispasp.cli import checks
 from ispasp.cli import options as o
+from ispasp.cli.alive import LOG
 from ispasp.cli.choices import Optimizer, Precision
 from ispasp.cli.grouped import grouped
 from ispasp.cli.scoring import Scorer, scorer
@@ -94,6 +95,7 @@ def finetune(
     checks.writable(target, model=True, force=force)
     taught = training.taught(seed)
     chosen = training.chosen(taught, seed)
+    LOG.debug("loading %s", folder)
     loaded = load_model(f"ispasp:{folder}", dense=dense, seed=seed)
     wanted = reading.wanted(labels=labels, seed=seed)
     found = _labelled(loaded, load_data(data, loaded, wanted))
@@ -102,6 +104,7 @@ def finetune(
         checks.warn(taught.warnings)
     judge = _judge(val, loaded, found, wanted, batch_size) if val else None
     before = judge(loaded.model) if judge else {}
+    LOG.debug("fine-tuning %s", folder)
     result = ispasp.finetune(loaded.model, found.loader(batch_size, labelled=True, shuffle=True), **chosen)
     typer.echo(str(result))
     scores = {"before": before, "after": judge(loaded.model)} if judge else {}

@@ -10,6 +10,7 @@ import typer
 
 from ispasp.api.survey import KINDS
 from ispasp.cli import choices
+from ispasp.cli.alive import LOG
 from ispasp.cli.checks import numbers
 from ispasp.cli.sources import Loaded, Wanted, load_data, load_model, runs, sizes
 
@@ -114,6 +115,7 @@ class ModelOptions:
 
     def load(self, seed: int = 0) -> Loaded:
         """Build it and fill it."""
+        LOG.debug("loading %s", self.model)
         task = self.task.value if self.task else ""
         return load_model(self.model, self.weights, dense=self.dense, task=task, seed=seed)
 

@@ -14,6 +14,7 @@ import torch
 import typer
 
 import ispasp
+from ispasp.cli.alive import LOG
 from ispasp.cli.amounts import looks_at_the_task
 from ispasp.cli.checks import warn
 from ispasp.cli.scoring import Scorer
@@ -41,6 +42,7 @@ class Job:
 
     def run(self, device: str, *, curves: bool) -> ispasp.Result:
         """Prune the model in place."""
+        LOG.debug("pruning %s", self.loaded.spec)
         move(self.loaded, device)
         labelled = looks_at_the_task(self.chosen["method"]) and self.found.labels is not None
         batches = self.found.loader(self.batch_size, numbers=self.found.some(self.examples), labelled=labelled)
@@ -92,6 +94,7 @@ def move(loaded: Loaded, device: str) -> None:
 
 def write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Path) -> None:
     """The model, its plan, what is told about it, and the report."""
+    LOG.debug("writing %s", out)
     ispasp.save(result, out)
     try:
         (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")

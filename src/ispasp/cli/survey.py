@@ -10,6 +10,7 @@ import typer
 import ispasp
 from ispasp.api.survey import KINDS
 from ispasp.cli import options as o
+from ispasp.cli.alive import LOG
 from ispasp.cli.checks import some_of
 from ispasp.cli.choices import Scope
 from ispasp.cli.grouped import grouped
@@ -28,6 +29,7 @@ def survey(
     """Print every hidden dimension of a model, and what is frozen and why. Changes nothing, needs no data."""
     chosen = some_of("--kinds", kinds, *KINDS)
     loaded = model.load()
+    LOG.debug("surveying %s", model.model)
     batch = o.one_batch(loaded, data, reading.wanted(input_size=input_size))
     found = ispasp.survey(loaded.model, batch, scope=scope.value, kinds=chosen)
     if not as_json:
