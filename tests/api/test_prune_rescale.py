@@ -66,7 +66,7 @@ def test_compensation_needs_no_scale(compensate: str) -> None:
 
 def test_the_scale_is_that_of_least_squares() -> None:
     model, x = made(mlp)
-    result = ispasp.prune(model, [x], keep=4, method="thinet", compensate=None, progress=False)
+    result = ispasp.prune(model, [x], keep=4, method="thinet", compensate=None, hold_out=False, progress=False)
     kept = list(result.plan.kept["0"])
     H, W = model[:2](x).detach(), model[2].weight.detach()
     parts = torch.stack([(H[:, [i]] * W[:, i]).flatten() for i in range(16)], 1)  # what each unit adds to the outputs
