@@ -5,6 +5,7 @@ Selectors, consumers and statistics are in `ispasp.select`, optimizers in `ispas
 
 from ispasp import errors, select, train
 from ispasp.api.apply import apply_
+from ispasp.api.compare_methods import compare_methods
 from ispasp.api.finetune import finetune
 from ispasp.api.load import load
 from ispasp.api.mask import mask
@@ -30,6 +31,7 @@ __all__ = [
     "Result",
     "Survey",
     "apply_",
+    "compare_methods",
     "errors",
     "export_onnx",
     "finetune",

@@ -72,6 +72,7 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
         trial.curves,
         Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None,
         judge.agreement(model, ranks),
+        trial.whole,
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,8 +15,9 @@ from torch import nn
 from ispasp.api.evaluation import Agreement, Scores
 from ispasp.api.evidence import Evidence
 from ispasp.api.history import plan_from_dense
-from ispasp.errors import visible
-from ispasp.report import Column, render
+from ispasp.errors import SaveError
+from ispasp.report import Column, Sheet, change, figures, told
+from ispasp.report.html import html, roots
 from ispasp.types.dimension import Cost, FrozenAxis
 from ispasp.types.plan import Plan
 
@@ -43,9 +46,19 @@ class Layer:
     held_out_error: float | None = None
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A hidden dimension that could have lost units and did not, and why."""
+
+    name: str
+    kind: str
+    units: int
+    reason: str
+
+
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The pruned model, the plan, and what it cost. Print it."""
+    """The pruned model, the plan, and what it cost. Print it, or show it in a notebook."""
 
     model: nn.Module = field(repr=False)
     plan: Plan = field(repr=False)
@@ -61,6 +74,8 @@ class Result:
     """What `evaluate` gave before and after."""
     agreement: Agreement | None = None
     """How often the pruned model predicts what the dense one does."""
+    whole: tuple[Whole, ...] = ()
+    """Hidden dimensions that a budget, `keep` or `skip` left whole."""
 
     @property
     def plan_from_dense(self) -> Plan:
@@ -77,6 +92,17 @@ class Result:
         """Hidden dimensions for which nothing could be compared, and why."""
         return self.evidence.unproved
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One record of plain values for every hidden dimension, in the order of the network.
+
+        Dimensions that stay whole are there as well, with `kept` equal to `units`: `pandas.DataFrame(result.rows())`.
+        """
+        found = {layer.name: _row(layer) for layer in self.layers}
+        for d in self.whole:
+            found[d.name] = _row(Layer(d.name, d.kind, d.units, d.units, 0, None, None, notes=(d.reason,)))
+        order = [*self.plan.structure.units, *found]
+        return [found[name] for name in dict.fromkeys(order) if name in found]
+
     def to_json(self) -> str:
         """Everything but the model's weights, as JSON text."""
         return json.dumps(
@@ -87,48 +113,100 @@ class Result:
                 "scores": _plain(asdict(self.scores)) if self.scores else None,
                 "agreement": asdict(self.agreement) if self.agreement else None,
                 "verified": None if math.isnan(self.verified) else self.verified,
+                "proof": str(self.evidence),
                 "unproved": dict(self.unproved),
                 "advice": list(self.advice),
                 "cost": asdict(self.cost),
                 "layers": [asdict(layer) for layer in self.layers],
+                "whole": [asdict(row) for row in self.whole],
                 "frozen": [asdict(row) for row in self.frozen],
                 "curves": {name: {"kept": kept, "error": error} for name, (kept, error) in self.curves.items()},
                 "plan": json.loads(self.plan.to_json()),
             }
         )
 
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page that opens offline, without scripts: what `ispasp prune` writes. Returns its path."""
+        page = html(json.loads(self.to_json()), roots(self.curves))
+        try:
+            Path(path).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
+        return Path(path)
+
+    def plot(self) -> Any:
+        """A matplotlib Figure: units before and after, and errors, layer by layer."""
+        return figures.layers(self.rows(), f"{type(self.model).__name__}, pruned")
+
     def __str__(self) -> str:
-        """A table of the layers, then what it cost, what was verified and what stayed."""
-        percent = "{:.1%}".format
-        columns = [
-            Column("name", "hidden dimension"),
-            Column("kind", "kind"),
-            Column("units", "units"),
-            Column("kept", "kept"),
-            Column("iterations", "iterations"),
-            Column("relative_error", "error", percent),
-            Column("held_out_error", "held out", percent),
-            Column("uncompensated_error", "uncompensated", percent),
-            Column("certificate", "removed = masked", "{:.0e}".format),
+        """What happened, a table of the layers, then advice, what is frozen and the proof."""
+        return str(self._sheet())
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return self._sheet().html()
+
+    def _sheet(self) -> Sheet:
+        s, rows = self.settings, self.rows()
+        done = f"method {s['method']}, keep={s['keep']}, {s['order']}, compensate={s['compensate']}"
+        return Sheet(f"{type(self.model).__name__}, pruned: {done}", self._facts(), _columns(rows), rows, self._remarks())
+
+    def _facts(self) -> list[tuple[str, str]]:
+        c = self.cost
+        facts = [
+            ("parameters", change(c.dense_params, c.params)),
+            ("MACs", change(c.dense_macs, c.macs)),
         ]
-        if not self.settings.get("compensate"):
-            columns = [c for c in columns if c.key not in ("uncompensated_error", "held_out_error")]
-        s = self.settings
-        title = f"{type(self.model).__name__} pruned: method {s['method']}, {s['order']}, compensate={s['compensate']}"
-        table = render(title, columns, [vars(layer) for layer in self.layers])
-        lines = [
-            table,
-            *([f"evaluated: {self.scores}"] if self.scores else ()),
-            *([f"agreement with the dense model: {self.agreement}"] if self.agreement else ()),
-            str(self.cost),
-            f"verified: {self.evidence}",
+        facts += [("agreement", str(self.agreement))] if self.agreement else []
+        return facts + [("scores", str(self.scores))] if self.scores else facts
+
+    def _remarks(self) -> list[tuple[str, list[str]]]:
+        frozen = [(row.name, row.reason) for row in self.frozen]
+        found = [
+            ("advice", list(self.advice)),
+            ("notes", told((layer.name, note) for layer in self.layers for note in layer.notes)),
+            ("left whole", told((row.name, row.reason) for row in self.whole)),
+            ("frozen", told(frozen, {row.name: row.node for row in self.frozen})),
+            ("not proved", told(self.unproved.items())),
+            ("removed = masked", [str(self.evidence)]),
         ]
-        lines += [f"note: {line}" for line in self.advice]
-        lines += ["not proved:", *(f"  {name}: {why}" for name, why in self.unproved.items())] if self.unproved else []
-        notes = [f"  {layer.name}: {note}" for layer in self.layers for note in layer.notes]
-        lines += ["notes:", *notes] if notes else []
-        lines += ["frozen:", *(f"  {row}" for row in self.frozen)] if self.frozen else []
-        return visible("\n".join(lines))
+        return [(heading, lines) for heading, lines in found if lines]
+
+
+def _row(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "units": layer.units,
+        "kept": layer.kept,
+        "relative_error": layer.relative_error,
+        "held_out_error": layer.held_out_error,
+        "uncompensated_error": layer.uncompensated_error,
+        "iterations": layer.iterations,
+        "certificate": layer.certificate,
+        "notes": "; ".join(layer.notes),
+    }
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """The columns that have something to say."""
+    percent = "{:.1%}".format
+    columns = [
+        Column("name", "hidden dimension", shorten=True),
+        Column("kind", "kind", drop=3),
+        Column("units", "units", "{:,}".format),
+        Column("kept", "kept", "{:,}".format),
+        Column("relative_error", "error", percent),
+        Column("held_out_error", "held out", percent),
+        Column("uncompensated_error", "uncompensated", percent, drop=1),
+        Column("iterations", "iterations", drop=2),
+        Column("certificate", "proof", "{:.0e}".format, drop=4),
+    ]
+    silent = {column.key for column in columns if all(row[column.key] is None for row in rows)}
+    # One pass, a second one that confirms it, or one for each kept unit: no news.
+    if not any(row["iterations"] > 2 and row["iterations"] != row["kept"] for row in rows):
+        silent.add("iterations")
+    return [column for column in columns if column.key not in silent]
 
 
 def _plain(scores: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:

@@ -20,7 +20,7 @@ from ispasp.api.oneshot import collect, compensate_locally
 from ispasp.api.options import Options
 from ispasp.api.proof import Proof
 from ispasp.api.recalibrate import recalibrate_
-from ispasp.api.result import Layer, Result
+from ispasp.api.result import Layer, Result, Whole
 from ispasp.api.sequential import sequential
 from ispasp.api.survey import Survey
 from ispasp.api.task import check_loss, with_sensitivities, with_task
@@ -120,7 +120,20 @@ class Run:
                 curves,
                 Scores(before, after) if options.evaluate else None,
                 agreement,
+                self._left_whole(layers, frozen),
             )
+
+    def _left_whole(self, layers: Sequence[Layer], frozen: Sequence[FrozenAxis]) -> tuple[Whole, ...]:
+        """Hidden dimensions that could have lost units and did not, with the reason."""
+        o = self._options
+        told = {layer.name for layer in layers} | {row.name for row in frozen}
+        why = "the budget leaves it whole" if isinstance(o.keep, Budget) else "keep leaves it whole"
+        reasons = dict.fromkeys((d.name for d in prunable(self._survey, o.skip)), why) | self._unread
+        return tuple(
+            Whole(d.name, d.kind, d.units, reasons.get(d.name, "skip names it"))
+            for d in self._survey.dimensions
+            if d.name not in told
+        )
 
     def _without_normal_form(self) -> dict[str, str]:
         """Hidden dimensions that are read in a way calibration does not understand, with the reason."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-from ispasp.errors import InputError, NothingToPruneError, visible
+from ispasp.errors import InputError, NothingToPruneError
 from ispasp.graph.analyse import Analysis, Found, analyse, owner
 from ispasp.graph.atoms import resolve
 from ispasp.graph.cost import CostModel, cost_model, unit_cost
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch
-from ispasp.report import Column, render
+from ispasp.report import Column, Sheet, told
 from ispasp.surgery import attributes
 from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.fold import Folding, folding, to_fold
@@ -81,27 +82,54 @@ class Survey:
         """
         return self.costs.cost({} if plan is None else plan.kept)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One record of plain values for every hidden dimension: `pandas.DataFrame(survey.rows())`.
+
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> survey(net, torch.ones(1, 4)).rows()
+        [{'name': '0', 'kind': 'neuron', 'units': 8, 'channels': 1, 'producers': '0', 'consumers': '2',
+          'parameters': 7, 'macs': 6, 'stream': False}]
+        """
+        return [
+            {**asdict(d), "producers": ", ".join(d.producers), "consumers": ", ".join(d.consumers)}
+            for d in self.dimensions
+        ]
+
     def __str__(self) -> str:
         """A table of hidden dimensions, then what is frozen and why."""
+        return str(self._sheet())
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return self._sheet().html()
+
+    def _sheet(self) -> Sheet:
+        rows, cost = self.rows(), self.cost()
         columns = [
-            Column("name", "hidden dimension"),
+            Column("name", "hidden dimension", shorten=True),
             Column("kind", "kind"),
-            Column("units", "units"),
-            Column("channels", "channels"),
-            Column("producers", "made by", _short),
-            Column("consumers", "read by", _short),
+            Column("units", "units", "{:,}".format),
+            Column("channels", "channels", drop=3),
+            Column("producers", "made by", _short, drop=4),
+            Column("consumers", "read by", _short, drop=2),
             Column("parameters", "params/unit", "{:,}".format),
             Column("macs", "MACs/unit", "{:,}".format),
         ]
-        cost = self.cost()
-        title = f"{self.structure.model}: {cost.dense_params:,} parameters, {cost.dense_macs:,} MACs for one example"
-        table = render(title, columns, [vars(d) for d in self.dimensions])
-        frozen = "\n".join(f"  {row}" for row in self.frozen)
-        return visible(f"{table}\nfrozen:\n{frozen}" if frozen else table)
+        if all(row["channels"] == 1 for row in rows):
+            columns = [column for column in columns if column.key != "channels"]
+        facts = [
+            ("parameters", f"{cost.dense_params:,}"),
+            ("MACs", f"{cost.dense_macs:,} for one example"),
+            ("can shrink", f"{len(rows):,} hidden dimensions of {sum(d.units for d in self.dimensions):,} units"),
+        ]
+        frozen = told(((row.name, row.reason) for row in self.frozen), {row.name: row.node for row in self.frozen})
+        return Sheet(self.structure.model, facts, columns, rows, [("frozen", frozen)] if frozen else ())
 
 
-def _short(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:2]) + (f" +{len(names) - 2}" if len(names) > 2 else "")
+def _short(names: str) -> str:
+    first, *others = names.split(", ")
+    return first + (f" +{len(others)}" if others else "")
 
 
 def survey(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import prod
 
@@ -83,10 +83,14 @@ def _span(values: Sequence[str]) -> str:
     return f"{{{values[0]}..{values[-1]}}}" if whole else f"{{{','.join(values)}}}"
 
 
-def told(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Indented lines "name: text", rows that are alike in one.
+def told(rows: Iterable[tuple[str, str]], details: Mapping[str, str] | None = None) -> list[str]:
+    """Lines "name: text", rows that are alike in one; `details` of a name follow where it stands alone.
 
-    >>> told([("a.0", "why"), ("a.1", "why"), ("b", "else")])
-    ['  a.{0..1}: why (2 alike)', '  b: else']
+    >>> told([("a.0", "why"), ("a.1", "why"), ("b", "else")], {"a.0": "node 1", "b": "node 2"})
+    ['a.{0..1} (2 alike): why', 'b: else (node 2)']
     """
-    return [f"  {name}: {text}" + (f" ({count} alike)" if count > 1 else "") for name, text, count in alike(rows)]
+    lines = []
+    for name, text, count in alike(rows):
+        detail = (details or {}).get(name) if count == 1 else None
+        lines.append(f"{name}{f' ({count} alike)' if count > 1 else ''}: {text}{f' ({detail})' if detail else ''}")
+    return lines

@@ -58,14 +58,13 @@ def render(
     │ fc1   │    64 │
     └───────┴───────┘
     """
-    texts = {column: [_cell(column, row) for row in rows] for column in columns}
-    gone = _fit(texts, shutil.get_terminal_size((80, 24)).columns if width is None else width)
+    texts = {column: [cell(column, row) for row in rows] for column in columns}
+    gone = _fit(texts, terminal_width() if width is None else width)
     said = [note] if note else []
     said += [f"no room for: {', '.join(column.title for column in gone)}"] if gone else []
-    table = Table(title=visible(title), caption=visible("\n".join(said)) or None, caption_justify="left")
+    table = Table(title=visible(title) or None, caption=visible("\n".join(said)) or None, caption_justify="left")
     for column in texts:
-        numeric = all(isinstance(row.get(column.key), (int, float, type(None))) for row in rows)
-        table.add_column(column.title, justify="right" if numeric or column.right else "left", no_wrap=True)
+        table.add_column(column.title, justify="right" if is_number(column, rows) else "left", no_wrap=True)
     for cells in zip(*texts.values(), strict=True):
         table.add_row(*cells)
     # Names and notes are the user's: what looks like markup in them is text, and what a terminal would obey is escaped.
@@ -75,7 +74,27 @@ def render(
     return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").splitlines())
 
 
-def _cell(column: Column, row: Mapping[str, Any]) -> str:
+def change(before: int, after: int) -> str:
+    """A count before and after, with the fraction that is left.
+
+    >>> change(2000, 500)
+    '2,000 -> 500 (25.0%)'
+    """
+    return f"{before:,} -> {after:,} ({after / max(before, 1):.1%})"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; 80 where the output goes elsewhere."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def is_number(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a column is aligned to the right."""
+    return column.right or all(isinstance(row.get(column.key), (int, float, type(None))) for row in rows)
+
+
+def cell(column: Column, row: Mapping[str, Any]) -> str:
+    """What stands in one cell: one line that prints, a dash for a missing value."""
     value = row.get(column.key)
     return "-" if value is None else visible(column.write(value)).replace("\n", "\\n").replace("\t", "\\t")
 

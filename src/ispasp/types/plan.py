@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ispasp.errors import PlanError
 from ispasp.files.text import parsed
+from ispasp.report import Column, Sheet, change
 from ispasp.types.compose import Composition, Pair
 from ispasp.types.layout import Extent, full_length, kept_length, names_in
 
@@ -108,6 +109,38 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """Itself: a plan does not change."""
         return self
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record for every hidden dimension: its name, its units, and how many of them stay.
+
+        >>> Plan({"fc": (0, 2)}, Structure("Net", {"fc": 3, "head": 4}, {})).rows()
+        [{'name': 'fc', 'units': 3, 'kept': 2}, {'name': 'head', 'units': 4, 'kept': 4}]
+        """
+        return [
+            {"name": name, "units": units, "kept": len(self.kept.get(name, range(units)))}
+            for name, units in self.structure.units.items()
+        ]
+
+    def __str__(self) -> str:
+        """A table of how many units stay, and which."""
+        return str(self._sheet())
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return self._sheet().html()
+
+    def _sheet(self) -> Sheet:
+        rows = [{**row, "which": spans(self.kept.get(row["name"], ()))} for row in self.rows()]
+        units, kept = (sum(row[key] for row in rows) for key in ("units", "kept"))
+        columns = [
+            Column("name", "hidden dimension", shorten=True),
+            Column("units", "units", "{:,}".format),
+            Column("kept", "kept", "{:,}".format),
+            Column("which", "units that stay"),
+        ]
+        shrunk = f"{len(self.kept):,} of {len(rows):,} hidden dimensions lose units"
+        facts = [("units", change(units, kept)), ("changes", shrunk)]
+        return Sheet(f"Plan for {self.structure.model}", facts, columns, rows)
 
     def to_json(self) -> str:
         """The plan as JSON text.
@@ -236,6 +269,23 @@ def _before_first(both: Composition, name: str, one: Structure, two: Structure) 
         if alike and (kept_length(extent, both.first),) == found.shape:
             return TensorLayout((size,), {0: extent})
     return TensorLayout(found.shape, {})
+
+def spans(units: Sequence[int], most: int = 24) -> str:
+    """Ascending numbers, neighbours together, the beginning of many.
+
+    >>> spans((0, 1, 2, 5, 7, 8)), spans(()), spans(range(0, 99, 2))
+    ('0-2 5 7-8', 'all', '0 2 4 6 8 10 12 14 16...')
+    """
+    if not units:
+        return "all"
+    parts: list[list[int]] = []
+    for unit in units:
+        if parts and parts[-1][-1] == unit - 1:
+            parts[-1] = [parts[-1][0], unit]
+        else:
+            parts.append([unit])
+    text = " ".join("-".join(map(str, part)) for part in parts)
+    return text if len(text) <= most else text[: most + 1].rsplit(" ", 1)[0] + "..."
 
 
 def _plan(data: dict[str, Any]) -> Plan:
