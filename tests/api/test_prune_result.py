@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
+from ispasp.report.html import html, roots
 from support.nets import ResNet, alive, mlp
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -70,29 +72,88 @@ def test_json_where_an_error_cannot_be_told() -> None:
         assert " - " in str(result)
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     dense = alive(ResNet())
     text = str(ispasp.prune(dense, [IMAGES], progress=False))
-    for part in (
-        "ResNet pruned: method ispasp, sequential, compensate=dense",
+    order = [
+        "ResNet, pruned: method ispasp, keep=0.5, sequential, compensate=dense",
+        "  parameters  3,",
+        "  MACs ",
+        "  agreement ",
         "hidden dimension",
-        "removed = masked",
-        "uncompensated",
         "layer1.0.conv1",
-        "parameters 3,",
-        "MACs ",
-        "consumers compared with the masked network: relative difference",
         "frozen:",
         "fc: reaches the model output",
-        "is a residual stream",
-    ):
-        assert part in text, part
-    assert "uncompensated" not in str(ispasp.prune(dense, [IMAGES], compensate=None, progress=False))
+        "layer{1..2}.0.conv2 (2 alike): is a residual stream",
+        "removed = masked:",
+        "consumers compared with the masked network: relative difference",
+    ]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "uncompensated" in text
+    assert "proof" in text
+    assert "iterations" not in text  # at half the units i-SpaSP is Top-K
+    assert max(map(len, text.splitlines())) <= 120
+    plain = str(ispasp.prune(dense, [IMAGES], 0.2, compensate=None, progress=False))
+    assert "uncompensated" not in plain
+    assert "held out" not in plain
 
 
-def test_notes_are_printed() -> None:
+def test_iterations_are_shown_where_there_were_some() -> None:
+    result = ispasp.prune(alive(mlp(6, 40, 3)), [X], 0.2, progress=False)
+    layer = result.layers[0]
+    for shown, count in ((True, 7), (False, 2), (False, layer.kept)):
+        again = replace(result, layers=(replace(layer, iterations=count),))
+        assert ("iterations" in str(again)) == shown, count
+
+
+def test_notes_are_printed_under_the_layer_they_are_about() -> None:
     text = str(ispasp.prune(alive(mlp(6, 10, 3, bias=False)), [X], progress=False))
-    assert "notes:\n  0: 2: gained a bias" in text
+    assert "notes:\n  2: gained a bias" in text
+
+
+def test_rows_are_plain_and_in_order_and_tell_what_stays_whole() -> None:
+    result = ispasp.prune(alive(mlp(6, 10, 8, 7, 3)), [X], {"2": 0.5}, skip=["0"], progress=False)
+    rows = result.rows()
+    assert [(row["name"], row["units"], row["kept"]) for row in rows] == [("0", 10, 10), ("2", 8, 4), ("4", 7, 7)]
+    assert [rows[0]["notes"], rows[2]["notes"]] == ["skip names it", "keep leaves it whole"]
+    assert {type(v) for row in rows for v in row.values()} <= {str, int, float, type(None)}
+    assert rows[1]["relative_error"] == result.layers[0].relative_error
+    assert [(w.name, w.reason) for w in result.whole] == [("0", "skip names it"), ("4", "keep leaves it whole")]
+    text = str(result)
+    assert "│     7 │  all │     - │" in text
+    assert "left whole:\n  0: skip names it" in text
+    assert [row["name"] for row in strict(result.to_json())["whole"]] == ["0", "4"]
+
+
+def test_what_a_budget_leaves_whole_is_said() -> None:
+    dense = alive(mlp(6, 64, 4, 3))
+    dense[4].weight.data *= 1000
+    result = ispasp.prune(dense, [X], ispasp.Params(0.5), progress=False)
+    whole = [d for d in result.plan.rows() if d["kept"] == d["units"]]
+    assert [d["name"] for d in whole] == [w.name for w in result.whole]
+    assert all(w.reason == "the budget leaves it whole" for w in result.whole)
+
+
+def test_notebooks_reports_and_figures(tmp_path: Any) -> None:
+    result = ispasp.prune(alive(mlp(6, 10, 8, 3)), [X], progress=False)
+    for shown in (result, result.plan, ispasp.survey(alive(mlp(6, 10, 8, 3)), X)):
+        text = shown._repr_html_()
+        assert text.startswith("<div><b>")
+        assert text.count("<tr>") >= 3  # a head and two hidden dimensions
+    path = result.report(tmp_path / "report.html")
+    assert path.read_text() == html(json.loads(result.to_json()), roots(result.curves))
+    with pytest.raises(ispasp.errors.SaveError, match="cannot write the report"):
+        result.report(tmp_path / "missing" / "report.html")
+    assert len(result.plot().axes) == 2
+
+
+def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = ispasp.prune(alive(mlp(6, 10, 8, 3)), [X], progress=False)
+    with pytest.raises(ispasp.errors.MissingExtraError, match=r"pip install 'ispasp\[plot\]'"):
+        result.plot()
 
 
 def test_layers_tell_what_happened() -> None:

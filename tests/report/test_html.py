@@ -86,6 +86,50 @@ def test_the_page_tells_what_it_was_given() -> None:
     assert "gfs takes the task anew" in html({**result(), "no_curves": "gfs takes the task anew"}, {})
 
 
+def test_quality_comes_first_and_the_certificate_last() -> None:
+    told = result(
+        scores={"before": {"accuracy": 0.95}, "after": {"accuracy": 0.8125}},
+        agreement={"rate": 0.938, "difference": 0.41, "predictions": 32, "examples": 33, "held_out": True},
+        advice=["take more examples"],
+        whole=[{"name": "fc3", "kind": "neuron", "units": 77, "reason": "the budget leaves it whole"}],
+        proof="20 output values compared",
+        warnings=["mind the gap"],
+    )
+    said = " ".join(" ".join(Page(html(told, {"fc1": ((1, 8), (0.9, 0.0))})).words).split())
+    order = ("mind the gap", "accuracy", "0.8125", "0.95 before pruning", "93.8", "33 held-out examples", "Parameters",
+             "MACs", "take more examples", "Layers", "held out", "fc1", "all 77", "Error against",
+             "the budget leaves it whole", "reaches the model output", "How it was made", "Removed equals masked",
+             "3e-07", "20 output values compared", "2e-07")  # fmt: skip
+    places = [said.find(part, said.find("Layers") if part in ("fc1", "held out") else 0) for part in order]
+    assert -1 not in places, order[places.index(-1)]
+    assert places == sorted(places)
+
+
+def test_errors_stand_on_an_axis_from_0_to_100_percent() -> None:
+    """However small they are, and beside the drawing in numbers: no mouse is needed."""
+    low = {**result()["layers"][0], "relative_error": 0.01, "uncompensated_error": 0.02, "held_out_error": 0.015}
+    text = html(result(layers=[low]), {"fc1": ((1, 8), (0.02, 0.0))})
+    for said in ("100&thinsp;%", ">100%</text>", ">50%</text>", "1.00&thinsp;%", "2.00&thinsp;%", "1.50&thinsp;%"):
+        assert said in text, said
+    left, right = (float(re.findall(r'cx="([\d.]+)"', dumbbell(None, value))[0]) for value in (0.0, 1.0))
+    (at,) = (float(x) for x in re.findall(r'cx="([\d.]+)"', dumbbell(None, 0.25)))
+    assert at == pytest.approx(left + 0.25 * (right - left), abs=0.1)
+    assert "Point at" not in text
+    assert ">2: " in text  # the chosen width and its error are written into the curve
+
+
+def test_nothing_is_wider_than_a_phone() -> None:
+    """Fixed widths fit into 390 px less margins; the table becomes a list, each value with its label."""
+    text = html(result(), {"fc1": ((1, 4, 8), (0.9, 0.4, 0.0))})
+    widths = [int(w) for w in re.findall(r'<svg width="(\d+)"|min-width: ?(\d+)px', text) for w in w if w]
+    assert widths
+    assert max(widths) <= 390 - 2 * 14 - 2 * 16
+    assert all(int(w) <= 320 for w in re.findall(r"minmax\((\d+)px", text))
+    assert "overflow-x" not in text
+    assert text.count('data-label="held out"') == 2
+    assert "@media (max-width: 640px)" in text
+
+
 def test_the_page_needs_nothing_from_outside() -> None:
     text = html(result(), {"fc1": ((1, 8), (0.9, 0.0))})
     page = Page(text)
@@ -157,6 +201,7 @@ def test_real_results_are_drawn() -> None:
     assert text.count('class="here"') == 2  # the chosen width in each curve
     for layer in done.layers:
         assert f"{layer.kept} of {layer.units} units stay" in text
+    assert text.index("held-out examples") < text.index("Removed equals masked")
 
 
 @given(st.integers(1, 5000), st.data())
@@ -176,7 +221,7 @@ def test_an_axis_ends_a_little_above_the_largest_value(value: float) -> None:
 @given(st.lists(st.floats(0, 2), min_size=2, max_size=20), st.data())
 def test_points_of_a_curve_stay_inside_its_frame(errors: list[float], data: st.DataObject) -> None:
     kept = sorted(data.draw(st.sets(st.integers(1, 999), min_size=len(errors), max_size=len(errors))))
-    drawing = ElementTree.fromstring(curve(kept, errors, data.draw(st.sampled_from(kept)), top=1.0))  # noqa: S314
+    drawing = ElementTree.fromstring(curve(kept, errors, data.draw(st.sampled_from(kept))))  # noqa: S314
     _, _, wide, high = map(float, drawing.attrib["viewBox"].split())
     line = next(e for e in drawing.iter() if e.tag == "polyline").attrib["points"]
     points = [tuple(map(float, p.split(","))) for p in line.split()]
@@ -187,7 +232,7 @@ def test_points_of_a_curve_stay_inside_its_frame(errors: list[float], data: st.D
 
 
 def test_a_dumbbell_and_a_skyline_keep_the_order_of_their_numbers() -> None:
-    ring, dot = (float(x) for x in re.findall(r'cx="([\d.]+)"', dumbbell(0.4, 0.1, 0.5)))
+    ring, dot = (float(x) for x in re.findall(r'cx="([\d.]+)"', dumbbell(0.4, 0.1)))
     assert dot < ring
     many = skyline([{"name": f"l{i}", "units": 64, "kept": i % 64 + 1} for i in range(200)])
     heights = [float(h) for h in re.findall(r'class="kept"[^>]*? height="([\d.]+)"', many)]

@@ -149,7 +149,10 @@ class Result:
     def _sheet(self) -> Sheet:
         s, rows = self.settings, self.rows()
         done = f"method {s['method']}, keep={s['keep']}, {s['order']}, compensate={s['compensate']}"
-        return Sheet(f"{type(self.model).__name__}, pruned: {done}", self._facts(), _columns(rows), rows, self._remarks())
+        shown = [{**row, "kept": "all" if row["kept"] == row["units"] else f"{row['kept']:,}"} for row in rows]
+        return Sheet(
+            f"{type(self.model).__name__}, pruned: {done}", self._facts(), _columns(rows), shown, self._remarks()
+        )
 
     def _facts(self) -> list[tuple[str, str]]:
         c = self.cost
@@ -158,19 +161,25 @@ class Result:
             ("MACs", change(c.dense_macs, c.macs)),
         ]
         facts += [("agreement", str(self.agreement))] if self.agreement else []
-        return facts + [("scores", str(self.scores))] if self.scores else facts
+        return [*facts, ("scores", str(self.scores))] if self.scores else facts
 
     def _remarks(self) -> list[tuple[str, list[str]]]:
         frozen = [(row.name, row.reason) for row in self.frozen]
         found = [
             ("advice", list(self.advice)),
-            ("notes", told((layer.name, note) for layer in self.layers for note in layer.notes)),
+            ("notes", told(_split(note) for layer in self.layers for note in layer.notes)),
             ("left whole", told((row.name, row.reason) for row in self.whole)),
             ("frozen", told(frozen, {row.name: row.node for row in self.frozen})),
             ("not proved", told(self.unproved.items())),
             ("removed = masked", [str(self.evidence)]),
         ]
         return [(heading, lines) for heading, lines in found if lines]
+
+
+def _split(note: str) -> tuple[str, str]:
+    """A remark on a consumer: its name, and what is said."""
+    name, _, text = note.partition(": ")
+    return name, text
 
 
 def _row(layer: Layer) -> dict[str, Any]:
@@ -195,14 +204,14 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         Column("name", "hidden dimension", shorten=True),
         Column("kind", "kind", drop=3),
         Column("units", "units", "{:,}".format),
-        Column("kept", "kept", "{:,}".format),
+        Column("kept", "kept", right=True),
         Column("relative_error", "error", percent),
         Column("held_out_error", "held out", percent),
         Column("uncompensated_error", "uncompensated", percent, drop=1),
         Column("iterations", "iterations", drop=2),
         Column("certificate", "proof", "{:.0e}".format, drop=4),
     ]
-    silent = {column.key for column in columns if all(row[column.key] is None for row in rows)}
+    silent = {c.key for c in columns if c.key != "relative_error" and all(row[c.key] is None for row in rows)}
     # One pass, a second one that confirms it, or one for each kept unit: no news.
     if not any(row["iterations"] > 2 and row["iterations"] != row["kept"] for row in rows):
         silent.add("iterations")

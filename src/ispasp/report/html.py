@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ispasp.errors import visible
 from ispasp.report import html_svg as svg
 from ispasp.report.html_style import CSS
+from ispasp.report.html_text import broken, count, finite, percent, rounding
 
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
@@ -34,18 +34,21 @@ def html(result: Mapping[str, Any], curves: Curves | None = None) -> str:
     >>> page.startswith("<!doctype html>"), "fc&lt;1&gt;" in page, "fc<1>" in page
     (True, True, False)
     """
-    layers = list(result.get("layers", ()))
+    layers, rows = list(result.get("layers", ())), _in_order(result)
     title = f"{result.get('model') or result.get('plan', {}).get('model') or 'Network'}, pruned"
     parts = [
         _header(title, result.get("settings", {})),
         *(f'<p class="warning">{escape(str(text))}</p>' for text in result.get("warnings", ())),
-        _tiles(result, layers),
-        _widths(layers),
-        _table(layers, bool(result.get("settings", {}).get("compensate"))),
+        _tiles(result),
+        *(f'<p class="advice">{escape(str(text))}</p>' for text in result.get("advice", ())),
+        _widths(rows),
+        _table(rows, bool(result.get("settings", {}).get("compensate"))),
         _curves(layers, curves or {}, str(result.get("no_curves", ""))),
-        _notes(layers),
-        _frozen(result.get("frozen", ())),
+        _section("Notes", [{"name": layer["name"], "reason": n} for layer in layers for n in layer.get("notes", ())]),
+        _section("Left whole", result.get("whole", ())),
+        _section("Frozen, and why", result.get("frozen", ())),
         _settings(result),
+        _certificate(result, layers),
     ]
     return visible(  # names may hold what a terminal or an editor obeys
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -66,121 +69,106 @@ def roots(curves: Curves) -> Curves:
     return {name: (kept, [math.sqrt(max(e, 0.0)) for e in errors]) for name, (kept, errors) in curves.items()}
 
 
-def count(number: float) -> str:
-    """A count as people say it.
-
-    >>> count(50_826), count(21_797_672), count(3_664_000_000), count(77)
-    ('50.8 K', '21.8 M', '3.66 G', '77')
-    """
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "K")):
-        if abs(number) >= size:
-            return f"{number / (1e3 if letter == 'K' else size):.3g} {letter}"
-    return f"{number:,.0f}"
-
-
-def _percent(value: Any) -> str:
-    if not _finite(value):
-        return '<span class="dim">–</span>'
-    if 0 < value < 5e-5:
-        return "&lt;&thinsp;0.01&thinsp;%"
-    return f"{100 * value:.2f}&thinsp;%" if abs(value) < 0.1 else f"{100 * value:.1f}&thinsp;%"
-
-
-def _rounding(value: Any) -> str:
-    return f"{value:.0e}" if _finite(value) and value else "0" if value == 0 else '<span class="dim">–</span>'
-
-
-def _name(text: Any) -> str:
-    """A module path that may break after its signs, and inside its words only where it must."""
-    return re.sub(r"([._:/])", r"\1<wbr>", escape(str(text)))
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _header(title: str, settings: Mapping[str, Any]) -> str:
     said = [f"method {settings.get('method', 'unknown')}"]
     said += [f"{settings['order']} order"] if settings.get("order") else []
     said.append(_METHOD.get(str(settings.get("compensate")), "not compensated"))
-    return f"<header>{svg.MARK}<div><h1>{_name(title)}</h1><p>{escape(', '.join(said))}</p></div></header>"
+    return f"<header>{svg.MARK}<div><h1>{broken(title)}</h1><p>{escape(', '.join(said))}</p></div></header>"
 
 
-def _tiles(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
-    cost = result["cost"]
-    units, kept = (sum(layer[key] for layer in layers) for key in ("units", "kept"))
-    rows = [
-        ("Parameters", cost["params"], cost["dense_params"]),
-        ("MACs for one example", cost["macs"], cost["dense_macs"]),
-        ("Units of the pruned layers", kept, units),
-    ]
-    tiles = [_tile(label, after, before) for label, after, before in rows]
-    verified = result.get("verified")
-    tiles.append(
-        f'<div class="tile proof"><div class="label">Removed equals masked</div>'
-        f'<div class="value">{_rounding(verified)}</div>'
-        '<div class="under">relative difference to the dense network with removed units masked: rounding only'
-        "</div></div>"
-    )
+def _in_order(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Layers that lost units and layers that stay whole, in the order of the network."""
+    found = {row["name"]: row for row in result.get("layers", ())}
+    if not found:
+        return []
+    found |= {row["name"]: {**row, "kept": row["units"]} for row in result.get("whole", ())}
+    names = dict.fromkeys([*result.get("plan", {}).get("dimensions", ()), *found])
+    return [found[name] for name in names if name in found]
+
+
+def _tiles(result: Mapping[str, Any]) -> str:
+    """Evaluation and agreement first: what the network has lost; then what it has become smaller by."""
+    cost, agreement = result["cost"], result.get("agreement") or {}
+    tiles = [_score(name, scores) for scores in [result.get("scores") or {}] for name in scores.get("after", ())]
+    rate, difference = agreement.get("rate"), agreement.get("difference")
+    if finite(rate) or finite(difference):
+        kind = "held-out" if agreement.get("held_out") else "calibration"
+        about = f"{agreement.get('predictions', 0):,} predictions, " if finite(rate) else ""
+        about += f"{agreement.get('examples', 0):,} {kind} examples"
+        about += f"; outputs differ by {percent(difference)}" if finite(rate) and finite(difference) else ""
+        label = "Predictions as the dense model's" if finite(rate) else "Outputs differ by"
+        tiles.append(_tile(label, percent(rate if finite(rate) else difference), "", about, rate))
+    for label, key in (("Parameters", "params"), ("MACs for one example", "macs")):
+        after, before = cost[key], cost[f"dense_{key}"]
+        times = f"{before / after:.1f}× fewer" if after and before >= 1.1 * after else ""
+        share = after / before if before else 1.0
+        tiles.append(_tile(label, count(after), times, f"{100 * share:.1f}&thinsp;% of {count(before)}", share))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _tile(label: str, after: int, before: int) -> str:
-    share = after / before if before else 1.0
-    times = f"<small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
+def _score(name: str, scores: Mapping[str, Any]) -> str:
+    before, after = (f"{v:.4g}" if finite(v) else "–" for v in (scores["before"].get(name), scores["after"][name]))
+    return _tile(escape(str(name)), after, "", f"{before} before pruning")
+
+
+def _tile(label: str, value: str, beside: str, under: str, share: float | None = None) -> str:
+    meter = f'<div class="meter"><i style="width:{100 * min(share, 1.0):.1f}%"></i></div>' if share is not None else ""
+    small = f"<small>{beside}</small>" if beside else ""
     return (
-        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{count(after)}</span>{times}</div>'
-        f'<div class="meter"><i style="width:{100 * share:.1f}%"></i></div>'
-        f'<div class="under">{100 * share:.1f}&thinsp;% of {count(before)}</div></div>'
+        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{value}</span>{small}</div>'
+        f'{meter}<div class="under">{under}</div></div>'
     )
 
 
-def _widths(layers: Sequence[Mapping[str, Any]]) -> str:
-    if not layers:
+def _widths(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
         return "<section><h2>Widths</h2><p>No layer lost a unit.</p></section>"
     return (
-        "<section><h2>Widths</h2><p>Every pruned hidden dimension from first to last. Point at a column for its name "
-        "and numbers.</p>"
+        '<section class="roomy"><h2>Widths</h2><p>Units of every hidden dimension, from first to last. All names and '
+        "numbers are in the table below.</p>"
         f'<div class="legend"><span>{svg.KEPT_KEY}stay</span><span>{svg.GONE_KEY}removed</span></div>'
-        f'<div class="wide">{svg.skyline(layers)}</div></section>'
+        f"{svg.skyline(rows)}</section>"
     )
 
 
-def _table(layers: Sequence[Mapping[str, Any]], compensated: bool) -> str:
-    if not layers:
+def _table(rows: Sequence[Mapping[str, Any]], compensated: bool) -> str:
+    if not rows:
         return ""
-    errors: list[Any] = [layer.get(key) for layer in layers for key in ("relative_error", "uncompensated_error")]
-    top = svg.ceiling(max((e for e in errors if _finite(e)), default=1.0))
-    rows = "".join(_row(i + 1, layer, top, compensated) for i, layer in enumerate(layers))
     legend = (
         f'<div class="legend"><span>{svg.BEFORE_KEY}before compensation</span>'
         f"<span>{svg.AFTER_KEY}after it</span></div>"
         if compensated
         else ""
     )
-    before = '<th class="r">before</th><th class="r">after</th>' if compensated else '<th class="r"></th>'
+    titles = ["before", "after", "held out"] if compensated else ["error"]
+    head = "".join(f'<th class="r">{title}</th>' for title in titles)
+    body = "".join(_row(i + 1, row, compensated) for i, row in enumerate(rows))
+    held = " Held out: the same on examples that the fit has not seen; expect this of new data." if compensated else ""
     return (
         "<section><h2>Layers</h2><p>Error: how far the outputs of the layers that read these units are from what they "
-        "should be, relative to their size. Certificate: the largest relative difference at these layers between the "
-        f"pruned model and the masked dense one.</p>{legend}"
-        '<div class="wide"><table><thead><tr><th class="r">#</th><th>hidden dimension</th><th>kind</th>'
-        f'<th>units that stay</th><th class="r"></th><th>error, 0 to {100 * top:.3g}&thinsp;%</th>{before}'
-        f'<th class="r">certificate</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
+        f"should be, relative to their size.{held}</p>{legend}"
+        '<table><thead><tr><th class="r">#</th><th>hidden dimension</th><th>kind</th>'
+        '<th>units that stay</th><th class="r"></th><th class="scale"><span>0</span><span>error</span>'
+        f"<span>100&thinsp;%</span></th>{head}</tr></thead><tbody>{body}</tbody></table></section>"
     )
 
 
-def _row(number: int, layer: Mapping[str, Any], top: float, compensated: bool) -> str:
-    kept, units, after = layer["kept"], layer["units"], layer.get("relative_error")
-    before = layer.get("uncompensated_error") if compensated else None
-    certificate = layer.get("certificate")
-    numbers = [_percent(before), _percent(after)] if compensated else [_percent(after)]
-    numbers.append(_rounding(certificate))
-    cells = "".join(f'<td class="r">{text}</td>' for text in numbers)
+def _row(number: int, row: Mapping[str, Any], compensated: bool) -> str:
+    kept, units, after = row["kept"], row["units"], row.get("relative_error")
+    before = row.get("uncompensated_error") if compensated else None
+    values = {"error": after}
+    if compensated:
+        values = {"before": before, "after": after, "held out": row.get("held_out_error")}
+    stay = (
+        f'{kept:,} <span class="dim">of {units:,}</span>' if kept < units else f'<span class="dim">all {units:,}</span>'
+    )
+    errors = svg.dumbbell(before, after) if kept < units else '<span class="dim">left whole</span>'
+    cells = "".join(f'<td class="r number" data-label="{key}">{percent(v)}</td>' for key, v in values.items())
+    whole = "" if kept < units else ' class="whole"'
     return (
-        f'<tr><td class="r dim">{number}</td><td class="name">{_name(layer["name"])}</td>'
-        f'<td class="dim">{escape(str(layer.get("kind", "")))}</td><td>{svg.bar(kept, units)}</td>'
-        f'<td class="r">{kept:,} <span class="dim">of {units:,}</span></td>'
-        f"<td>{svg.dumbbell(before, after, top)}</td>{cells}</tr>"
+        f'<tr{whole}><td class="r dim">{number}</td><td class="name">{broken(row["name"])}</td>'
+        f'<td class="dim">{escape(str(row.get("kind", "")))}</td><td class="bar">{svg.bar(kept, units)}</td>'
+        f'<td class="r">{stay}</td><td class="error">{errors}</td>{cells}</tr>'
     )
 
 
@@ -190,8 +178,7 @@ def _curves(layers: Sequence[Mapping[str, Any]], curves: Curves, without: str) -
         return f"<section><h2>{_ERRORS}</h2><p>{escape(without)}</p></section>" if without else ""
     kept = {layer["name"]: layer["kept"] for layer in layers}
     order = [name for name in kept if name in drawn] + [name for name in drawn if name not in kept]
-    top = svg.ceiling(max((e for _, errors in drawn.values() for e in errors if _finite(e)), default=1.0))
-    facets = [f"<div><h3>{_name(name)}</h3>{svg.curve(*drawn[name], kept.get(name), top)}</div>" for name in order]
+    facets = [f"<div><h3>{broken(name)}</h3>{svg.curve(*drawn[name], kept.get(name))}</div>" for name in order]
     shown = f'<div class="facets">{"".join(facets[:_FACETS])}</div>'
     if facets[_FACETS:]:
         shown += (
@@ -199,19 +186,14 @@ def _curves(layers: Sequence[Mapping[str, Any]], curves: Curves, without: str) -
             f'<div class="facets">{"".join(facets[_FACETS:])}</div></details>'
         )
     return (
-        f"<section><h2>{_ERRORS}</h2><p>What the method would lose at other widths, as predicted from "
-        "the calibration data, layer by layer and without compensation. The dot is the width that was chosen.</p>"
+        f"<section><h2>{_ERRORS}</h2><p>What the method would lose at other widths, as predicted from the calibration "
+        "data, layer by layer and without compensation. The dot is the chosen width with its error.</p>"
         f"{shown}</section>"
     )
 
 
-def _notes(layers: Sequence[Mapping[str, Any]]) -> str:
-    rows = [{"name": layer["name"], "reason": note} for layer in layers for note in layer.get("notes", ())]
-    return f"<section><h2>Notes</h2>{_grouped(rows)}</section>" if rows else ""
-
-
-def _frozen(rows: Sequence[Mapping[str, Any]]) -> str:
-    return f"<section><h2>Left whole, and why</h2>{_grouped(rows)}</section>" if rows else ""
+def _section(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    return f"<section><h2>{title}</h2>{_grouped(rows)}</section>" if rows else ""
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -219,7 +201,7 @@ def _grouped(rows: Sequence[Mapping[str, Any]]) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
         node = f' <span class="dim">({escape(str(row["node"]))})</span>' if row.get("node") else ""
-        text = f'<li><span class="name">{_name(row["name"])}</span>{node}</li>'
+        text = f'<li><span class="name">{broken(row["name"])}</span>{node}</li>'
         groups.setdefault(str(row["reason"]), []).append(text)
     opened = " open" if len(rows) <= 12 else ""
     return "".join(
@@ -235,6 +217,23 @@ def _settings(result: Mapping[str, Any]) -> str:
     )
     command = f"<pre>{escape(str(result['command']))}</pre>" if result.get("command") else ""
     return f"<section><h2>How it was made</h2><dl>{rows}</dl>{command}</section>"
+
+
+def _certificate(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
+    """What was proved about the surgery, and what was not."""
+    said = escape(
+        str(result.get("proof") or "Largest relative difference to the dense network with removed units masked")
+    )
+    rows = "".join(
+        f'<li><span class="name">{broken(row["name"])}</span> {rounding(row.get("certificate"))}</li>' for row in layers
+    )
+    each = f"<details><summary>layer by layer <b>{len(layers)}</b></summary><ul>{rows}</ul></details>" if rows else ""
+    missing = [{"name": name, "reason": why} for name, why in (result.get("unproved") or {}).items()]
+    return (
+        f'<section class="proof"><h2>Removed equals masked</h2><p class="value">{rounding(result.get("verified"))}</p>'
+        f"<p>{said}. Rounding only: otherwise pruning stops with an error.</p>{each}"
+        f"{'<h2>Not proved</h2>' + _grouped(missing) if missing else ''}</section>"
+    )
 
 
 def _setting(value: Any) -> str:

@@ -41,9 +41,8 @@ code, .name { font-family: var(--mono); font-size: 12.5px; overflow-wrap: anywhe
 .meter { height: 8px; border-radius: 4px; background: var(--track); overflow: hidden; margin-top: 8px; }
 .meter i { display: block; height: 100%; background: var(--accent); border-radius: 4px; min-width: 2px; }
 .proof { background: var(--good-soft); border-color: transparent; }
-.proof .value { color: var(--good); }
-.wide { overflow-x: auto; margin-top: 14px; }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.proof .value { color: var(--good); font-size: 28px; font-weight: 650; }
+table { width: 100%; margin-top: 14px; border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12.5px; padding: 6px 12px 6px 0;
   border-bottom: 1px solid var(--line); white-space: nowrap; vertical-align: bottom; }
 td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); font-size: 13.5px; }
@@ -53,6 +52,9 @@ th:last-child, td:last-child { padding-right: 0; }
 .dim { color: var(--soft); }
 .none { color: var(--soft); font-style: italic; }
 td svg { display: block; }
+.scale { width: 140px; }
+.scale span { display: inline-block; width: 33%; text-align: center; }
+.scale span:first-child { text-align: left; } .scale span:last-child { text-align: right; }
 svg text { font-family: inherit; font-size: 11px; fill: var(--soft); }
 svg .track { fill: var(--track); }
 svg .kept { fill: var(--accent); }
@@ -86,10 +88,22 @@ pre { margin: 14px 0 0; padding: 12px 14px; background: var(--page); border: 1px
   font: 12.5px/1.5 var(--mono); white-space: pre-wrap; overflow-wrap: anywhere; }
 .warning { background: var(--warn-soft); border-left: 4px solid var(--other); border-radius: 6px; padding: 10px 14px;
   margin: 0 0 16px; color: var(--ink); max-width: none; overflow-wrap: anywhere; }
-td.name { min-width: 190px; }
+.advice { border-left: 4px solid var(--accent); padding: 6px 14px; margin: 16px 0 0; color: var(--ink);
+  max-width: none; overflow-wrap: anywhere; }
+td.name { min-width: 150px; }
 .more { margin-top: 18px; }
 @media (max-width: 640px) {
-  main { padding: 24px 14px; } section { padding: 16px; } header svg { display: none; }
+  main { padding: 24px 14px; } section { padding: 16px; } header svg, .roomy { display: none; }
+  h1 { font-size: 24px; } .tile .value { font-size: 28px; }
+  thead { display: none; }
+  table, tbody { display: block; }
+  tr { display: flex; flex-wrap: wrap; gap: 3px 14px; align-items: center; padding: 10px 0;
+    border-bottom: 1px solid var(--line); }
+  td { border: 0; padding: 0; }
+  td.name { min-width: 0; flex: 1 1 calc(100% - 130px); } td.bar { flex: 1 1 50%; } td.error { flex: 1 1 100%; }
+  td.number { padding: 0; } td.number::before { content: attr(data-label) " "; color: var(--soft); }
+  .whole td.number { display: none; }
+  details ul { columns: auto; }
 }
 @media print {
   body { background: #fff; } section, .tile { break-inside: avoid; }

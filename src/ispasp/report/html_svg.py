@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 _WIDE, _HIGH = 1040, 210  # of the widths chart
-_LEFT, _BOTTOM, _TOP = 46, 22, 12
+_LEFT, _BOTTOM, _TOP = 46, 22, 20
 _LETTER = 7  # room for one letter of a name
+_COUNT = 30  # room for a number of units
 _BAR = 120  # length of a bar in the table
 _DUMBBELL = 140
 _FACET = (240, 128)
@@ -41,16 +42,16 @@ def bar(kept: int, units: int) -> str:
     )
 
 
-def dumbbell(before: float | None, after: float | None, top: float) -> str:
-    """Two errors on one scale from 0 to `top`: a ring before compensation, a dot after it.
+def dumbbell(before: float | None, after: float | None) -> str:
+    """Two errors on a scale from 0 to 100 %: a ring before compensation, a dot after it. What is larger is at its end.
 
-    >>> dumbbell(None, 0.2, 0.5).count("<circle"), dumbbell(0.4, 0.2, 0.5).count("<circle")
+    >>> dumbbell(None, 0.2).count("<circle"), dumbbell(0.4, 0.2).count("<circle")
     (1, 2)
     """
     at = {
-        key: 7 + (_DUMBBELL - 14) * min(max(value, 0.0) / top, 1.0)
+        key: 7 + (_DUMBBELL - 14) * min(max(value, 0.0), 1.0)
         for key, value in (("before", before), ("after", after))
-        if value is not None and math.isfinite(value) and top > 0
+        if value is not None and math.isfinite(value)
     }
     parts = [f'<line class="axis" x1="7" x2="{_DUMBBELL - 7}" y1="9" y2="9" opacity="0.2"/>']
     if len(at) == 2:
@@ -90,20 +91,23 @@ def skyline(layers: Sequence[Mapping[str, Any]]) -> str:
         )
         said = escape(f"{i + 1}. {layer['name']}: {layer['kept']} of {layer['units']} units stay")
         parts.append(f'<g class="column"><title>{said}</title>{columns}</g>')
+        if step >= _COUNT:
+            y = ground - height * layer["units"] / top - 4
+            parts.append(f'<text class="said" x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{layer["kept"]}</text>')
         if i % every == 0:
             said = escape(str(layer["name"])) if named else str(i + 1)
             parts.append(f'<text x="{middle:.1f}" y="{_HIGH - 6}" text-anchor="middle">{said}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDE}" y1="{ground}" y2="{ground}"/>')
     return (
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="units before and after, layer by layer" '
-        f'style="width:100%;min-width:820px;height:auto;display:block">{"".join(parts)}</svg>'
+        f'style="width:100%;height:auto;display:block">{"".join(parts)}</svg>'
     )
 
 
-def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None, top: float) -> str:
-    """Relative error against kept units, with the chosen width marked; `top` is the end of the error axis.
+def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None) -> str:
+    """Relative error from 0 to 100 % against kept units, with the chosen width and its error marked.
 
-    >>> curve([1, 2, 4], [0.9, 0.5, 0.0], 2, 1.0).count("<circle")
+    >>> curve([1, 2, 4], [0.9, 0.5, 0.0], 2).count("<circle")
     1
     """
     wide, high = _FACET
@@ -115,14 +119,14 @@ def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None, top:
         return left + (wide - left - 10) * k / units
 
     def y(e: float) -> float:
-        return ground - (ground - roof) * min(max(e, 0.0) / top, 1.0)
+        return ground - (ground - roof) * min(max(e, 0.0), 1.0)
 
     line = " ".join(f"{x(k):.1f},{y(e):.1f}" for k, e in points)
     parts = []
     for share in (0.5, 1.0):
-        at = y(top * share)
+        at = y(share)
         parts.append(f'<line class="grid" x1="{left}" x2="{wide - 10}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{100 * top * share:.3g}%</text>')
+        parts.append(f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{100 * share:.0f}%</text>')
     if points:
         ends = f"{x(points[-1][0]):.1f},{ground} {x(points[0][0]):.1f},{ground}"
         parts.append(f'<polygon class="area" points="{line} {ends}"/><polyline class="curve" points="{line}"/>')
@@ -131,12 +135,12 @@ def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None, top:
         parts.append(f'<text x="{x(k):.1f}" y="{high - 6}" text-anchor="{anchor}">{k}</text>')
     error = None if chosen is None or not points else _between(points, chosen)
     if chosen is not None and error is not None:
-        right = x(chosen) > wide - 36  # elsewhere the falling curve leaves room to the right
+        right = x(chosen) > wide - 84  # there below the falling curve, elsewhere above it
         parts.append(
             f'<line class="drop" x1="{x(chosen):.1f}" x2="{x(chosen):.1f}" y1="{y(error):.1f}" y2="{ground}"/>'
             f'<circle class="here" cx="{x(chosen):.1f}" cy="{y(error):.1f}" r="5"/>'
-            f'<text class="said" x="{x(chosen) + (-2 if right else 8):.1f}" y="{y(error) - 9:.1f}" '
-            f'text-anchor="{"end" if right else "start"}">{chosen}</text>'
+            f'<text class="said" x="{x(chosen) + (-9 if right else 8):.1f}" y="{y(error) + (4 if right else -9):.1f}" '
+            f'text-anchor="{"end" if right else "start"}">{chosen}: {100 * error:.0f}%</text>'
         )
     return f'<svg viewBox="0 0 {wide} {high}" role="img" aria-label="error against kept units">{"".join(parts)}</svg>'
 

@@ -50,9 +50,19 @@ def alike(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str, int]]:
         groups.setdefault((_NUMBER.sub("#", name), _NUMBER.sub("#", text)), []).append((name, text))
     found: list[tuple[str, str, int]] = []
     for group in groups.values():
-        text = group[0][1]
+        text = _common([text for _, text in group])
         found += [(label, text, count) for label, count in _labels(list(dict.fromkeys(name for name, _ in group)))]
     return found
+
+
+def _common(texts: Sequence[str]) -> str:
+    """Texts that differ in numbers only as one, with a star for these.
+
+    >>> _common(["layers.3 has 2 heads", "layers.4 has 2 heads"])
+    'layers.* has 2 heads'
+    """
+    parts = zip(*(_NUMBER.split(text) for text in texts), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def _labels(names: Sequence[str]) -> list[tuple[str, int]]:
@@ -76,11 +86,22 @@ def _size(number: str) -> tuple[int, str]:
 
 
 def _span(values: Sequence[str]) -> str:
+    """Ascending numbers in braces, neighbours together.
+
+    >>> _span(["7"]), _span(["0", "1", "2", "5", "8", "9"]), _span(["01", "2"])
+    ('7', '{0..2,5,8..9}', '{01,2}')
+    """
     if len(values) == 1:
         return values[0]
-    plain = len(values[-1]) < 10 and all(value == str(int(value)) for value in values)
-    whole = plain and int(values[-1]) - int(values[0]) + 1 == len(values)
-    return f"{{{values[0]}..{values[-1]}}}" if whole else f"{{{','.join(values)}}}"
+    if len(values[-1]) > 9 or any(value != str(int(value)) for value in values):
+        return f"{{{','.join(values)}}}"
+    runs: list[list[int]] = []
+    for value in map(int, values):
+        if runs and runs[-1][-1] == value - 1:
+            runs[-1] = [runs[-1][0], value]
+        else:
+            runs.append([value])
+    return f"{{{','.join('..'.join(map(str, run)) for run in runs)}}}"
 
 
 def told(rows: Iterable[tuple[str, str]], details: Mapping[str, str] | None = None) -> list[str]:
