@@ -128,11 +128,11 @@ def _default(options: Mapping[str, Any]) -> list[str]:
     return [name for name in all_methods() if not labelled & set(selector(name).needs)]
 
 
-def _labelled(methods: Sequence[Method]) -> dict[str, Method]:
+def _labelled(methods: Sequence[Any]) -> dict[str, Any]:
     """Methods by what they are called, each name once; an unknown one is an error at once."""
     if isinstance(methods, (str, Selector)) or not isinstance(methods, Sequence):
         raise InputError(f"methods={methods!r}: pass a list, such as ['ispasp', 'l1']")
-    found: dict[str, Method] = {}
+    found: dict[str, Any] = {}
     for method in methods:
         selector(method)
         called = method if isinstance(method, str) else getattr(method, "__name__", str(method))
