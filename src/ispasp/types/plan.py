@@ -270,6 +270,7 @@ def _before_first(both: Composition, name: str, one: Structure, two: Structure) 
             return TensorLayout((size,), {0: extent})
     return TensorLayout(found.shape, {})
 
+
 def spans(units: Sequence[int], most: int = 24) -> str:
     """Ascending numbers, neighbours together, the beginning of many.
 
