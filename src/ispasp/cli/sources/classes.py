@@ -14,7 +14,7 @@ from torch import Tensor
 from ispasp.cli.sources.examples import Examples
 from ispasp.errors import InputError
 
-_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval"}
+_SPLITS = {"train", "training", "calibration", "val", "valid", "validation", "dev", "test", "testing", "eval"}
 _SYNSET = re.compile(r"n\d{8}")
 
 
