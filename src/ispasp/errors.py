@@ -39,6 +39,10 @@ class InputError(IspaspError, ValueError):
     """An argument cannot be used: a shape, a count or a value is wrong."""
 
 
+class OptionError(InputError, TypeError):
+    """An option has a name that the function does not know."""
+
+
 class MissingExtraError(IspaspError, ImportError):
     """An optional package is needed and not installed."""
 

@@ -86,7 +86,7 @@ def test_other_weights_come_with_a_remedy(folder: Path) -> None:
     ("case", "own", "text"),
     [
         ("wrong option", "InputError", "ridge=-1.0: pass a positive number"),
-        ("unknown option", "TypeError", "sparsity"),
+        ("unknown option", "OptionError", "sparsity"),
         ("no model", "InputError", "model is a int: pass a torch.nn.Module"),
         ("failed between", "ValueError", "no money left for training"),
         ("no batches", "InputError", "no calibration batches"),

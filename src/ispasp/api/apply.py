@@ -21,7 +21,7 @@ from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.attempt import Failure, attempt
 from ispasp.surgery.fold import Folding, folding
 from ispasp.surgery.masking import masked_output
-from ispasp.surgery.remove import all_or_nothing, fitting, remove_
+from ispasp.surgery.remove import all_or_nothing, check_optimizer, fitting, remove_
 from ispasp.surgery.verify import relative_error, tolerance
 from ispasp.types.plan import Plan
 
@@ -50,6 +50,7 @@ def apply_(
         raise InputError(
             f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)"
         )
+    check_optimizer(optimizer, model)
     with one_at_a_time(), folding(model) as layers:
         with fitting(model):
             layers.fold(plan.structure.folded)

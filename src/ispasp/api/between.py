@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from ispasp.api.evaluation import Judge, Scores, scored
 from ispasp.api.history import plans_of, record_
 from ispasp.api.inputs import Inputs
 from ispasp.api.result import Result
+from ispasp.api.widths import names_units
 from ispasp.calibrate.alike import weights_alike
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError
@@ -48,7 +48,7 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
     trial = prune_(copied(model), batches, on_trial, ranks)  # widths, and the structure of the dense model
     results: list[Result] = []
     for layer in trial.layers:
-        keep = trial.plan.kept[layer.name] if _names_units(options.keep, layer.name) else layer.kept
+        keep = trial.plan.kept[layer.name] if names_units(options.keep, layer.name) else layer.kept
         part = replace(whole, keep={layer.name: keep}, skip=(), round_to=None, curves=False)
         results.append(prune_(model, batches, part, ranks))
         with ranks.together(f"the training after {layer.name!r}"):
@@ -80,13 +80,6 @@ def _judge(model: nn.Module, batches: Iterable[Any], options: Any, ranks: Team) 
     with ranks.together("the predictions of the dense model"), evaluating(model):
         inputs = Inputs(model, batches, options)
         return Judge(model, inputs.held_out(), inputs.first)
-
-
-def _names_units(keep: Any, name: str) -> bool:
-    """Whether `keep` says which units of a hidden dimension stay, rather than how many."""
-    rules: Mapping[str, Any] = keep if isinstance(keep, Mapping) else {"*": keep}
-    fitting = (value for pattern, value in rules.items() if name == pattern or fnmatchcase(name, pattern))
-    return isinstance(next(fitting, None), Sequence)
 
 
 def _with_biases(dense: Structure, results: Iterable[Result]) -> Structure:

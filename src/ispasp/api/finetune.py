@@ -13,11 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from ispasp.api.recipes import Recipe as PruningRecipe
 from ispasp.calibrate.team import joined_team
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.train.batch import Batch, inputs_for
 from ispasp.train.loop import Run, train
+from ispasp.train.losses import loss_of
 from ispasp.train.objective import Loss, Objective, Teacher
 from ispasp.train.recipe import Recipe, Sgd
 
@@ -127,7 +129,7 @@ def finetune(
             teacher = Teacher(teacher)
         if teacher is not None and teacher.model is model:
             raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
-        objective = Objective(loss, input_of or inputs_for(model), label_smoothing, teacher)
+        objective = Objective(loss_of(loss), input_of or inputs_for(model), label_smoothing, teacher)
         folder = None if checkpoint is None else Path(checkpoint)
     run = Run(
         recipe,
@@ -151,6 +153,11 @@ def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, eve
         raise InputError(f"the model is a {type(model).__name__}: pass a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(f"no parameter of {type(model).__name__} can change: call model.requires_grad_(True) first")
+    if isinstance(recipe, PruningRecipe):
+        raise InputError(
+            f"recipe={recipe.name!r} says what to prune: pass it as keep= to ispasp.prune, and here "
+            "ispasp.train.Sgd(lr=...) or ispasp.train.AdamW(lr=...)"
+        )
     if not isinstance(recipe, Recipe):
         raise InputError(
             f"recipe is a {type(recipe).__name__}: pass ispasp.train.Sgd(lr=...) or ispasp.train.AdamW(lr=...)"

@@ -108,7 +108,7 @@ class Job:
             raise type(error)(f"hidden dimension {name!r}: {error}") from error
         kept = self.team.same({"kept": torch.tensor(selection.kept, device="cpu")})["kept"]
         if tuple(kept.tolist()) != selection.kept:  # other hardware may round otherwise: rank 0 decides
-            selection = Selection(tuple(kept.tolist()))
+            selection = Selection(tuple(kept.tolist()), scores=selection.scores)
         if self.compensate is None:
             self.factors[name] = self.selector.factors(total, selection.kept)
         return selection

@@ -1,9 +1,9 @@
-"""All that may be said about pruning beside the model and the data."""
+"""The options of `prune`, checked before the model is touched."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal
@@ -13,30 +13,35 @@ from torch import nn
 
 from ispasp.api.evaluation import Evaluate
 from ispasp.api.job import Compensate, Refitted
-from ispasp.api.survey import KINDS
-from ispasp.api.widths import check_round
+from ispasp.api.recipes import Recipe
+from ispasp.api.survey import KINDS, Kind, Scope, check_scope, kinds_of
+from ispasp.api.task import check_loss
+from ispasp.api.widths import Inside, Keep, check_keep, check_round
 from ispasp.budget import Budget
 from ispasp.calibrate.batches import InputOf
 from ispasp.calibrate.gradients import Loss
 from ispasp.compensate.solve import RIDGE
 from ispasp.errors import InputError
 from ispasp.select import Selector, selector
+from ispasp.surgery.remove import check_optimizer
+from ispasp.train.losses import loss_of
 from ispasp.types.checks import is_integer
+from ispasp.types.plan import Plan
 
 Order = Literal["sequential", "oneshot", "global"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """All that may be said about pruning beside the model and the data; see `prune`."""
+    """Validated options of `prune`; made by `options_for`."""
 
-    keep: Any = 0.5
+    keep: Keep = 0.5
     method: str | Selector = "ispasp"
     compensate: Compensate = "dense"
     order: Order = "sequential"
-    kinds: Collection[str] = KINDS
-    scope: str = "blocks"
-    skip: Collection[str] = ()
+    kinds: tuple[Kind, ...] = KINDS
+    scope: Scope = "blocks"
+    skip: Collection[str | Inside] = ()
     round_to: int | None = None
     input_of: InputOf | None = None
     recalibrate: bool = False
@@ -53,7 +58,9 @@ class Options:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Validate the options."""
+        check_keep(self.keep)
+        check_scope(self.scope)
         if self.compensate not in (None, "local", "dense"):
             raise InputError(f"compensate={self.compensate!r}: choose None, 'local' or 'dense'")
         if self.order not in ("sequential", "oneshot", "global"):
@@ -66,14 +73,9 @@ class Options:
             raise InputError(f"memory={self.memory!r}: pass a number of bytes, or None for no limit")
         if not positive(self.timeout):
             raise InputError(f"timeout={self.timeout!r}: pass seconds, such as 600")
-        if self.loss is not None and not callable(self.loss):
-            raise InputError(f"loss={self.loss!r}: pass a function, loss=lambda output, batch: ...")
-        if self.evaluate is not None and not callable(self.evaluate):
-            raise InputError(f"evaluate={self.evaluate!r}: pass a function of the model, evaluate=lambda model: ...")
+        self._check_functions()
         if not isinstance(self.hold_out, bool):
             raise InputError(f"hold_out={self.hold_out!r}: pass True or False")
-        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise InputError(f"optimizer is a {type(self.optimizer).__name__}: pass a torch.optim.Optimizer")
         check_round(self.round_to)
         if self.order == "global" and (self.round_to or isinstance(self.keep, Budget)):
             raise InputError(
@@ -81,6 +83,12 @@ class Options:
                 "round_to, Macs and Params, or choose another order"
             )
         selector(self.method)
+
+    def _check_functions(self) -> None:
+        if self.loss is not None and not callable(self.loss):
+            raise InputError(f"loss={self.loss!r}: pass a function, loss=lambda output, batch: ...")
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise InputError(f"evaluate={self.evaluate!r}: pass a function of the model, evaluate=lambda model: ...")
 
     @property
     def walks(self) -> bool:
@@ -100,9 +108,50 @@ class Options:
     def described(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
         named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit", "hold_out")
-        keep = self.keep if isinstance(self.keep, (int, float)) else str(self.keep)
         plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
-        return {"method": str(self.method), "keep": keep, **plain}
+        return {"method": str(self.method), "keep": _described(self.keep), **plain}
+
+
+def _described(keep: Any) -> int | float | str:
+    if isinstance(keep, Plan):
+        return f"a plan for {len(keep.kept)} hidden dimensions"
+    if is_integer(keep):
+        return int(keep)
+    return float(keep) if isinstance(keep, Real) else str(keep)
+
+
+def options_for(model: nn.Module, given: Mapping[str, Any]) -> Options:
+    """The options as they were given, with what users may leave out filled in.
+
+    One kind or name may stand alone, modules stand for what they make, and functions for methods and losses.
+    """
+    chosen = dict(given)
+    if not isinstance(chosen["method"], str):
+        chosen["method"] = selector(chosen["method"])
+    chosen["kinds"] = kinds_of(chosen["kinds"])
+    chosen["skip"] = _skipped(model, chosen["skip"])
+    if callable(chosen["loss"]):
+        chosen["loss"] = loss_of(chosen["loss"])
+    options = Options(**chosen)
+    if isinstance(options.keep, Recipe):
+        options.keep.check(model)
+    check_loss(selector(options.method), options.loss)
+    check_optimizer(options.optimizer, model)
+    return options
+
+
+def _skipped(model: nn.Module, skip: Any) -> tuple[str | Inside, ...]:
+    listed = (skip,) if isinstance(skip, (str, nn.Module)) else skip
+    if not isinstance(listed, Collection):
+        raise InputError(f"skip={skip!r}: pass a list of names or globs, such as ['layer1.*'], or of modules")
+    paths = {module: path for path, module in model.named_modules()}
+    for module in listed:
+        if isinstance(module, nn.Module) and not paths.get(module):
+            raise InputError(
+                f"skip holds a {type(module).__name__} that is no layer of the model: pass its modules, or names such "
+                "as 'layer1.*'"
+            )
+    return tuple(Inside(paths[each]) if isinstance(each, nn.Module) else each for each in listed)
 
 
 def positive(value: object) -> bool:

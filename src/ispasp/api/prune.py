@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,37 +11,73 @@ from torch import nn
 
 from ispasp.api.between import pruned_between
 from ispasp.api.copying import copied
-from ispasp.api.options import Options, positive
+from ispasp.api.evaluation import Evaluate
+from ispasp.api.job import Compensate, Refitted
+from ispasp.api.names import suggest_names
+from ispasp.api.options import Options, Order, options_for, positive
 from ispasp.api.result import Result
 from ispasp.api.run import Run
+from ispasp.api.survey import KINDS, Kinds, Scope
+from ispasp.api.widths import Keep
 from ispasp.calibrate.alike import SAME_OPTIONS, alike
+from ispasp.calibrate.batches import InputOf
+from ispasp.calibrate.gradients import Loss
 from ispasp.calibrate.team import Team, team
 from ispasp.errors import InputError
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import evaluating
 from ispasp.integrations.offload import materialised
+from ispasp.select import Score, Selector
 from ispasp.surgery.fold import folding
 
 
-def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
+@suggest_names
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    keep: Keep = 0.5,
+    *,
+    method: str | Selector | Score = "ispasp",
+    compensate: Compensate = "dense",
+    order: Order = "sequential",
+    kinds: Kinds = KINDS,
+    scope: Scope = "blocks",
+    skip: str | nn.Module | Collection[str | nn.Module] = (),
+    round_to: int | None = None,
+    input_of: InputOf | None = None,
+    recalibrate: bool = False,
+    finetune_between: Callable[[nn.Module], Any] | None = None,
+    curves: bool = False,
+    loss: Loss | None = None,
+    memory: int | None = None,
+    ridge: float | None = None,
+    refit: Refitted = "consumers",
+    evaluate: Evaluate | None = None,
+    hold_out: bool = True,
+    timeout: float = 600.0,
+    progress: bool = True,
+) -> Result:
     """A smaller copy of a trained model; the model given is not changed.
 
     `batches`: calibration data without labels, an iterable of Tensor, tuple or dict, passed as model(x), model(*x),
     model(**x); `input_of` picks the input out of what a DataLoader yields, e.g. `lambda batch: batch[0]`.
     `keep`: the fraction or number of units that stay in every hidden dimension, a mapping from name glob to fraction,
-    number or units, a budget such as `ispasp.Macs(0.5)`, or a recipe such as `ispasp.recipes["resnet34-2.69G"]`.
+    number or units, a budget such as `ispasp.Macs(0.5)`, a recipe such as `ispasp.recipes["resnet34-2.69G"]`, a plan.
 
     Options, by keyword:
-      method       a name from `ispasp.methods()` or a selector such as `ispasp.select.ISpaSP(iterations=20)`
+      method       a name from `ispasp.methods()`, a selector such as `ispasp.select.ISpaSP(iterations=20)`, or a
+                   function: statistics of a hidden dimension -> a score per unit; the units with the largest stay
       compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
                    units, None leaves weights alone (but for the scale that `thinet` has of its own)
       order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense
                    network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
-      kinds, scope which hidden dimensions, as in `ispasp.survey`; skip: globs of those that stay whole
+      kinds, scope which hidden dimensions, as in `ispasp.survey`
+      skip         hidden dimensions that stay whole: names, globs, or modules that make them
       round_to     widths become multiples of this, e.g. 8
       recalibrate  estimate BatchNorm statistics anew from the batches afterwards
       finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
-      loss         loss(output, batch), a mean over the batch, for methods that look at the task
+      loss         loss(output, batch), a mean over the batch, for methods that look at the task; or, with batches
+                   (inputs, labels), a loss of output and labels such as nn.CrossEntropyLoss()
       curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
       evaluate     called with the model before and after, e.g. `lambda model: accuracy(model, loader)`; what it returns
                    (a number, or a dict of them) is in `result.scores`
@@ -58,11 +94,37 @@ def prune(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: 
     >>> result.model[0], result.layers[0].kept, net[0].out_features
     (Linear(in_features=4, out_features=4, bias=True), 4, 8)
     """
-    return _started(model, batches, keep, options, copy=True)
+    return _started(locals(), copy=True)
 
 
-def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options: Any) -> Result:
-    """Make a model smaller in place; options as in `prune`, and `optimizer` whose state is cut alike.
+@suggest_names
+def prune_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    keep: Keep = 0.5,
+    *,
+    method: str | Selector | Score = "ispasp",
+    compensate: Compensate = "dense",
+    order: Order = "sequential",
+    kinds: Kinds = KINDS,
+    scope: Scope = "blocks",
+    skip: str | nn.Module | Collection[str | nn.Module] = (),
+    round_to: int | None = None,
+    input_of: InputOf | None = None,
+    recalibrate: bool = False,
+    finetune_between: Callable[[nn.Module], Any] | None = None,
+    curves: bool = False,
+    loss: Loss | None = None,
+    memory: int | None = None,
+    ridge: float | None = None,
+    refit: Refitted = "consumers",
+    evaluate: Evaluate | None = None,
+    hold_out: bool = True,
+    timeout: float = 600.0,
+    optimizer: torch.optim.Optimizer | None = None,
+    progress: bool = True,
+) -> Result:
+    """Make a model smaller in place; options as in `prune`, and `optimizer`, whose state is cut alike.
 
     On any failure, Ctrl-C included, the model is exactly as before.
 
@@ -70,16 +132,17 @@ def prune_(model: nn.Module, batches: Iterable[Any], keep: Any = 0.5, **options:
     >>> prune_(net, [torch.rand(16, 4)], keep=2, progress=False).model is net, net[0].out_features
     (True, 2)
     """
-    return _started(model, batches, keep, options, copy=False)
+    return _started(locals(), copy=False)
 
 
-def _started(model: nn.Module, batches: Iterable[Any], keep: Any, options: Mapping[str, Any], copy: bool) -> Result:
+def _started(arguments: dict[str, Any], *, copy: bool) -> Result:
     """What is wrong on one machine is an error on all of them, from the options on."""
-    with torch.inference_mode(False), team(_timeout(options)) as ranks:  # inference tensors could never be trained
+    model, batches = arguments.pop("model"), arguments.pop("batches")
+    with torch.inference_mode(False), team(_timeout(arguments)) as ranks:  # inference tensors could never be trained
         with ranks.together("the check of the arguments"):
             if not isinstance(model, nn.Module):
                 raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-            chosen = Options(keep, **options)  # wrong options are told before a large model is copied
+            chosen = options_for(model, arguments)  # wrong options are told before a large model is copied
             if copy:
                 with one_at_a_time():  # not while another thread has fake tensors in this very model
                     model = copied(model)
@@ -87,9 +150,9 @@ def _started(model: nn.Module, batches: Iterable[Any], keep: Any, options: Mappi
         return _prune_(model, batches, chosen, ranks)
 
 
-def _timeout(options: Mapping[str, Any]) -> float:
+def _timeout(arguments: Mapping[str, Any]) -> float:
     """Needed before the options are checked, since ranks must meet to hear that some are wrong."""
-    given = options.get("timeout", Options.timeout)
+    given = arguments["timeout"]
     return float(given) if positive(given) else Options.timeout
 
 

@@ -9,15 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from torch import nn
+
+from ispasp.errors import InputError
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to keep of one model. `keep` maps globs over hidden dimensions to fractions; all others stay whole.
+    """What to keep of one model. `keep` maps hidden dimensions to fractions; all others stay whole.
 
     `source` quotes the sentence of the paper, `paper_macs` is the count printed in its Table 1, and `note` says where
-    the text can be read in another way.
+    the text can be read in another way. `kernel` is that of the convolutions it names.
 
-    >>> recipes["resnet34-2.69G"].keep["layer2.[12].conv1"]
+    >>> recipes["resnet34-2.69G"].keep["layer2.1.conv1"]
     0.4
     """
 
@@ -27,16 +31,35 @@ class Recipe:
     source: str
     paper_macs: int
     note: str
+    kernel: tuple[int, int] = (3, 3)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse another model than the one the recipe is for."""
+        for name in self.keep:
+            try:
+                layer = model.get_submodule(name)
+            except AttributeError:
+                layer = None
+            if not isinstance(layer, nn.Conv2d) or layer.kernel_size != self.kernel:
+                raise InputError(
+                    f"the recipe {self.name!r} is for {self.model}: this {type(model).__name__} has no "
+                    f"{'x'.join(map(str, self.kernel))} convolution {name!r}; pass that model, or a fraction such as "
+                    "keep=0.5"
+                )
 
 
-def _resnet34(name: str, macs: int, keep: Mapping[str, float], source: str, note: str) -> Recipe:
-    return Recipe(name, "torchvision:resnet34", MappingProxyType(dict(keep)), source, macs, note)
+def _resnet34(
+    name: str, macs: int, blocks: Mapping[tuple[int, tuple[int, ...]], float], source: str, note: str
+) -> Recipe:
+    """`blocks`: a group and numbers of blocks in it -> keep."""
+    keep = {f"layer{group}.{b}.conv1": fraction for (group, numbers), fraction in blocks.items() for b in numbers}
+    return Recipe(name, "torchvision:resnet34", MappingProxyType(keep), source, macs, note)
 
 
 def _mobilenet_v2(name: str, macs: int, blocks: Mapping[tuple[int, ...], float], source: str, note: str) -> Recipe:
     """`blocks`: numbers of blocks -> keep. Block b of the paper is features[b] of torchvision."""
     keep = {f"features.{b}.conv.0.0": fraction for numbers, fraction in blocks.items() for b in numbers}
-    return Recipe(name, "torchvision:mobilenet_v2", MappingProxyType(keep), source, macs, note)
+    return Recipe(name, "torchvision:mobilenet_v2", MappingProxyType(keep), source, macs, note, (1, 1))
 
 
 _SENSITIVE, _ROBUST = (3, 5, 8, 15, 16), (6, 9, 10, 12, 13)
@@ -57,7 +80,7 @@ recipes: Mapping[str, Recipe] = MappingProxyType(
             _resnet34(
                 "resnet34-2.69G",
                 2_690_000_000,
-                {"layer1.1.conv1": 0.4, "layer2.[12].conv1": 0.4, "layer3.[1-4].conv1": 0.4},
+                {(1, (1,)): 0.4, (2, (1, 2)): 0.4, (3, (1, 2, 3, 4)): 0.4},
                 "The 2.69 GFlop model in Table 1 uses a uniform ratio of 40% for all three groups (i.e., 60% of "
                 "filters are eliminated from each block).",
                 "The text leaves out strided blocks and last ones. Without the first block of the first group too, "
@@ -66,7 +89,7 @@ recipes: Mapping[str, Recipe] = MappingProxyType(
             _resnet34(
                 "resnet34-2.13G",
                 2_130_000_000,
-                {"layer1.[01].conv1": 0.2, "layer2.[12].conv1": 0.3, "layer3.[1-4].conv1": 0.3},
+                {(1, (0, 1)): 0.2, (2, (1, 2)): 0.3, (3, (1, 2, 3, 4)): 0.3},
                 "For the 2.13 GFlop model, the first group is pruned to a ratio of 20%, while the second and third "
                 "groups are pruned to a ratio of 30%.",
                 "The text to the letter: no strided block and no last one. The printed count is out of its reach; with "

@@ -31,7 +31,7 @@ class Layer:
     one. `held_out_error` is that of a fit to one half of the examples on the other half: what to expect of new data.
     `uncompensated_error` is the same without compensation. `certificate` is the largest relative difference at its
     consumers between the pruned module and the masked dense network: rounding errors, or surgery has gone wrong; None
-    where nothing could be compared.
+    where nothing could be compared. `scores`: one number per unit where the method scores units, the largest stay.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Layer:
     uncompensated_error: float | None = None
     notes: tuple[str, ...] = ()
     held_out_error: float | None = None
+    scores: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

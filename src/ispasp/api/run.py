@@ -23,8 +23,8 @@ from ispasp.api.recalibrate import recalibrate_
 from ispasp.api.result import Layer, Result, Whole
 from ispasp.api.sequential import sequential
 from ispasp.api.survey import Survey
-from ispasp.api.task import check_loss, with_sensitivities, with_task
-from ispasp.api.widths import Widths, prunable, widths
+from ispasp.api.task import with_sensitivities, with_task
+from ispasp.api.widths import Widths, prunable, rounded, widths
 from ispasp.budget import Budget, Curve
 from ispasp.calibrate.alike import alike, graphs_alike, weights_alike
 from ispasp.calibrate.batches import signature
@@ -39,6 +39,7 @@ from ispasp.select import selector
 from ispasp.surgery.fold import Folding
 from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remove_, set_data
 from ispasp.surgery.verify import FLOAT32
+from ispasp.train.losses import LabelLoss
 from ispasp.types import Selection
 from ispasp.types.dimension import FrozenAxis
 from ispasp.types.layout import names_in
@@ -60,12 +61,14 @@ class Run:
         self._team = ranks
         self._selector = selector(options.method)
         self._curves: dict[str, Curve] = {}
-        check_loss(self._selector, options.loss)
         weights_alike(ranks, model)
         with ranks.together("the survey"):
             self._batches = Inputs(model, batches, options)
+            if isinstance(options.loss, LabelLoss):
+                options.loss.check(next(self._batches.pairs())[1])
             self._survey, self._example, also = surveyed(model, self._batches, options, layers)
             self._circuits = Circuits(model, self._survey.analysis, self._example, also)
+            self._check_keep()
             self._unread = self._without_normal_form()
         graphs_alike(ranks, self._survey.analysis.trace, signature(self._example))
         alike(ranks, "the survey", lambda: _surveyed(self._survey, self._unread), _ONE_SHAPE)
@@ -169,11 +172,21 @@ class Run:
             o.progress,
         )
 
+    def _check_keep(self) -> None:
+        """Refuse what this model cannot keep, before calibration."""
+        o = self._options
+        if isinstance(o.keep, Budget):
+            dimensions = prunable(self._survey.dimensions, o.skip)
+            least = {d.name: rounded(1, d.units, o.round_to) for d in dimensions}
+            o.keep.check(self._survey.cost(), o.keep.count(self._survey.costs, least))
+        else:
+            widths(self._survey.dimensions, o.keep, o.skip, o.round_to)
+
     def _widths(self) -> Widths:
         o = self._options
         if not isinstance(o.keep, Budget):
-            return widths(self._survey, o.keep, o.skip, o.round_to)
-        names = [d.name for d in prunable(self._survey, o.skip) if d.name not in self._unread]
+            return widths(self._survey.dimensions, o.keep, o.skip, o.round_to)
+        names = [d.name for d in prunable(self._survey.dimensions, o.skip) if d.name not in self._unread]
         job = self._job({d.name: d.units for d in self._survey.dimensions if d.name in names})
         self._curves = error_curves(job, self._batches.again(), self._batches.first)
         return Widths(budget_widths(job, self._curves, o.keep, o.round_to), {})
@@ -272,6 +285,7 @@ class Run:
             errors.before if job.compensate else None,
             job.notes(name),
             errors.held_out,
+            selection.scores or None,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
+from ispasp.api.widths import Keep, widths
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.graph.analyse import Analysis, Found, analyse, owner
 from ispasp.graph.atoms import resolve
@@ -22,12 +22,13 @@ from ispasp.surgery.fold import Folding, folding, to_fold
 from ispasp.surgery.stir import telling
 from ispasp.surgery.trial import Trial
 from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension
-from ispasp.types.keep import units_to_keep
 from ispasp.types.layout import Extent, full_length, names_in, without
 from ispasp.types.plan import Attribute, Plan, Structure, TensorLayout, WeightNorm
 
-KINDS = ("neuron", "filter", "head")
-Keep = float | int | Sequence[int]
+Kind: TypeAlias = Literal["neuron", "filter", "head"]
+Kinds: TypeAlias = Kind | Sequence[Kind] | Set[Kind]  # mypy takes ("head",) for no Collection[Kind]
+Scope: TypeAlias = Literal["blocks", "all"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,36 +41,20 @@ class Survey:
     costs: CostModel = field(repr=False)
     analysis: Analysis = field(repr=False)
 
-    def plan(self, keep: Keep | Mapping[str, Keep]) -> Plan:
+    def plan(self, keep: Keep) -> Plan:
         """A plan that keeps the given units, or the first ones where only a fraction or number is given.
 
-        `keep` is one value for all, or a mapping from name or glob to a fraction, a number or the kept units; the first
-        pattern that fits a name counts, and dimensions that no pattern fits stay whole.
+        `keep` as in `prune`, but for budgets: one value for all, a recipe, a plan, or a mapping from name or glob to a
+        fraction, a number or the kept units. The first pattern that fits a name counts, and dimensions that no pattern
+        fits stay whole.
 
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
         >>> survey(net, torch.ones(1, 4)).plan({"0": [1, 7], "*": 0.5}).kept
         {'0': (1, 7), '2': (0, 1, 2)}
         """
-        rules: Mapping[str, Keep] = keep if isinstance(keep, Mapping) else {"*": keep}
-        unused = set(rules)
-        kept: dict[str, tuple[int, ...]] = {}
-        for dimension in self.dimensions:
-            pattern = next((p for p in rules if p == dimension.name or fnmatchcase(dimension.name, p)), None)
-            if pattern is None:
-                continue
-            unused.discard(pattern)
-            wanted = rules[pattern]
-            if isinstance(wanted, (int, float)):
-                count = units_to_keep(wanted, dimension.units, f"hidden dimension {dimension.name!r}")
-                wanted = range(count)
-            if len(wanted) < dimension.units:
-                kept[dimension.name] = tuple(sorted(wanted))
-        if unused:
-            known = ", ".join(d.name for d in self.dimensions[:5])
-            raise InputError(
-                f"no hidden dimension fits {sorted(unused)[0]!r}: the model has {known}, ...; print the survey"
-            )
+        chosen = widths(self.dimensions, keep)
+        kept = {name: chosen.given.get(name, tuple(range(count))) for name, count in chosen.counts.items()}
         return Plan(kept, self.structure.folding(kept))
 
     def cost(self, plan: Plan | None = None) -> Cost:
@@ -133,7 +118,12 @@ def _short(names: str) -> str:
 
 
 def survey(
-    model: nn.Module, batch: Batch, *, scope: str = "blocks", kinds: Collection[str] = KINDS, check: bool = True
+    model: nn.Module,
+    batch: Batch,
+    *,
+    scope: Scope = "blocks",
+    kinds: Kinds = KINDS,
+    check: bool = True,
 ) -> Survey:
     """Every hidden dimension of a model, and everything frozen with the reason.
 
@@ -157,8 +147,8 @@ def survey_kinds(
     batch: Batch,
     also: Sequence[Batch],
     *,
-    scope: str = "blocks",
-    kinds: Collection[str] = KINDS,
+    scope: Scope = "blocks",
+    kinds: Kinds = KINDS,
     check: bool = True,
     folds: Folding | None = None,
 ) -> Survey:
@@ -166,15 +156,12 @@ def survey_kinds(
 
     Layers that compute their weight are replaced by plain ones for the survey, and with `folds` stay so.
     """
-    if scope not in ("blocks", "all"):
-        raise InputError(f"scope={scope!r}: choose 'blocks' (as the paper) or 'all' (residual streams too)")
-    unknown = set(kinds) - set(KINDS)
-    if unknown:
-        raise InputError(f"kinds has {sorted(unknown)}: choose from {list(KINDS)}")
+    check_scope(scope)
+    chosen = kinds_of(kinds)
     with one_at_a_time(), folding(model, folds) as layers:
         folded = to_fold(model, batch, also)
         layers.fold(folded)
-        found = _survey(model, batch, also, scope, kinds, check=check)
+        found = _survey(model, batch, also, scope, chosen, check=check)
         structure = replace(found.structure, folded=folded)
         costs = replace(found.costs, folded=tuple((layers.lost(p), _read_or_made(structure, p)) for p in folded))
         if folds is None:
@@ -186,6 +173,27 @@ def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
     """Hidden dimensions that a layer reads or makes."""
     layouts = [structure.tensors[n] for leaf in ("weight", "bias") if (n := f"{path}.{leaf}") in structure.tensors]
     return frozenset(name for layout in layouts for extent in layout.axes.values() for name in names_in(extent))
+
+
+def check_scope(scope: object) -> None:
+    """Refuse what is no scope."""
+    if scope not in get_args(Scope):
+        raise InputError(f"scope={scope!r}: choose 'blocks' (as the paper) or 'all' (residual streams too)")
+
+
+def kinds_of(kinds: Any) -> tuple[Kind, ...]:
+    """The kinds of units to look for; one may stand alone.
+
+    >>> kinds_of("head")
+    ('head',)
+    """
+    listed = (kinds,) if isinstance(kinds, str) else kinds
+    if not isinstance(listed, Collection) or not listed:
+        raise InputError(f"kinds={kinds!r}: pass some of {list(KINDS)}")
+    unknown = [kind for kind in listed if kind not in KINDS]
+    if unknown:
+        raise InputError(f"kinds has {unknown}: choose from {list(KINDS)}")
+    return tuple(kind for kind in KINDS if kind in listed)
 
 
 def _survey(

@@ -1,20 +1,34 @@
-"""From `keep` to the number of units that stay in each hidden dimension."""
+"""From `keep` to the number of units that stay in each hidden dimension. Whoever takes a `keep` resolves it here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, SupportsFloat, TypeAlias
 
-from ispasp.api.recipes import Recipe
-from ispasp.api.survey import Survey
+from ispasp.api.recipes import Recipe, recipes
+from ispasp.budget import Budget
 from ispasp.errors import InputError
 from ispasp.types.checks import is_integer
 from ispasp.types.dimension import HiddenDimension
 from ispasp.types.keep import units_to_keep
+from ispasp.types.plan import Plan
 
-Keep = float | int | Collection[int]
+Amount: TypeAlias = float | SupportsFloat | Collection[int]  # a fraction, a number (numpy's too), or the units
+Keep: TypeAlias = float | SupportsFloat | Mapping[str, Amount] | Budget | Recipe | Plan
+
+
+@dataclass(frozen=True)
+class Inside:
+    """All hidden dimensions that the module at this path, or one inside it, makes."""
+
+    path: str
+
+    def __str__(self) -> str:
+        """The path."""
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -25,45 +39,62 @@ class Widths:
     given: Mapping[str, tuple[int, ...]]
 
 
-def prunable(survey: Survey, skip: Collection[str]) -> list[HiddenDimension]:
-    """The hidden dimensions that no glob in `skip` names; a glob that names none is an error."""
-    if isinstance(skip, str) or not isinstance(skip, Collection):
-        example = skip if isinstance(skip, str) else "layer1.*"
-        raise InputError(f"skip={skip!r}: pass a list of names or globs, such as [{example!r}]")
-    names = [d.name for d in survey.dimensions]
-    for pattern in skip:
-        if not any(_fits(name, pattern) for name in names):
-            raise InputError(_no_fit(survey, pattern))
-    return [d for d in survey.dimensions if not any(_fits(d.name, pattern) for pattern in skip)]
+def check_keep(keep: Any) -> None:
+    """Refuse what no model can be pruned by, before a model is looked at.
+
+    >>> check_keep(1)
+    Traceback (most recent call last):
+    ...
+    ispasp.errors.InputError: keep=1 would leave one unit in every hidden dimension: pass keep=1.0 to keep all units, or
+    keep={'*': 1} to keep one
+    """
+    if isinstance(keep, Budget):
+        return
+    if isinstance(keep, str) and keep in recipes:
+        raise InputError(f"keep={keep!r} is the name of a recipe: pass keep=ispasp.recipes[{keep!r}]")
+    plain = _plain(keep)
+    if is_integer(plain) and plain == 1:
+        raise InputError(
+            "keep=1 would leave one unit in every hidden dimension: pass keep=1.0 to keep all units, or keep={'*': 1} "
+            "to keep one"
+        )
+    for pattern, wanted in _rules(keep).items():
+        _check_pattern(pattern)
+        if not _names_units(amount := _plain(wanted)):
+            units_to_keep(amount, sys.maxsize, "every hidden dimension")
 
 
-def widths(survey: Survey, keep: Any, skip: Collection[str] = (), round_to: int | None = None) -> Widths:
-    """Resolve `keep`: one value for all, a mapping of globs (the first that fits counts), or a recipe.
+def widths(
+    dimensions: Sequence[HiddenDimension],
+    keep: Any,
+    skip: Collection[str | Inside] = (),
+    round_to: int | None = None,
+) -> Widths:
+    """Resolve `keep`: one value for all, a mapping of globs (the first that fits counts), a recipe, or a plan.
 
     Dimensions that lose nothing are left out.
 
     >>> import torch, ispasp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> widths(ispasp.survey(net, torch.ones(1, 4)), 0.4, round_to=4).counts
+    >>> widths(ispasp.survey(net, torch.ones(1, 4)).dimensions, 0.4, round_to=4).counts
     {'0': 4}
     """
+    check_keep(keep)
     check_round(round_to)
-    if isinstance(keep, Recipe):
-        keep = keep.keep
-    rules: Mapping[str, Keep] = keep if isinstance(keep, Mapping) else {"*": keep}
-    chosen = prunable(survey, skip)
+    if isinstance(keep, Budget):
+        raise InputError(f"{keep} takes calibration: pass it to ispasp.prune, and take the plan of its result")
+    _check_plan(keep, dimensions)
+    rules = _rules(keep)
     for pattern in rules:
-        if not any(_fits(d.name, pattern) for d in survey.dimensions):
-            raise InputError(_no_fit(survey, pattern))
+        _check_fits(dimensions, pattern)
     counts: dict[str, int] = {}
     given: dict[str, tuple[int, ...]] = {}
-    for dimension in chosen:
-        fitting = [p for p in rules if _fits(dimension.name, p)]
-        if not fitting:
+    for dimension in prunable(dimensions, skip):
+        first = _first(rules, dimension.name)
+        if first is None:
             continue
-        wanted = rules[fitting[0]]
-        wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted  # numpy's and torch's arrays of units
-        if isinstance(wanted, Collection) and not isinstance(wanted, str):
+        wanted = _plain(rules[first])
+        if _names_units(wanted):
             given[dimension.name] = units = _checked_units(wanted, dimension)
             count = len(units)
         else:
@@ -74,14 +105,18 @@ def widths(survey: Survey, keep: Any, skip: Collection[str] = (), round_to: int 
     return Widths(counts, given)
 
 
-def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple[int, ...]:
-    units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
-    if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
-        raise InputError(
-            f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; keep={list(wanted)[:8]} does not "
-            "name different ones of them: pass at least one unit, each once"
-        )
-    return units
+def prunable(dimensions: Sequence[HiddenDimension], skip: Collection[str | Inside]) -> list[HiddenDimension]:
+    """The hidden dimensions that nothing in `skip` names; what names none is an error."""
+    for pattern in skip:
+        _check_fits(dimensions, pattern)
+    return [d for d in dimensions if not any(_fits(d, pattern) for pattern in skip)]
+
+
+def names_units(keep: Any, name: str) -> bool:
+    """Whether `keep` says which units of a hidden dimension stay, rather than how many."""
+    rules = {} if isinstance(keep, Budget) else _rules(keep)
+    pattern = _first(rules, name)
+    return pattern is not None and _names_units(_plain(rules[pattern]))
 
 
 def rounded(count: int, units: int, step: int | None) -> int:
@@ -101,12 +136,67 @@ def check_round(round_to: int | None) -> None:
         raise InputError(f"round_to={round_to!r}: pass a whole number such as 8, or None")
 
 
-def _fits(name: str, pattern: str) -> bool:
-    if not isinstance(pattern, str):
-        raise InputError(f"{pattern!r} is no name of a hidden dimension: pass a name or glob, such as {str(pattern)!r}")
+def _rules(keep: Any) -> Mapping[str, Any]:
+    if isinstance(keep, (Recipe, Plan)):
+        return keep.keep if isinstance(keep, Recipe) else keep.kept
+    return keep if isinstance(keep, Mapping) else {"*": keep}
+
+
+def _plain(wanted: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python has them."""
+    return wanted.tolist() if hasattr(wanted, "tolist") else wanted
+
+
+def _names_units(wanted: Any) -> bool:
+    return isinstance(wanted, Collection) and not isinstance(wanted, (str, bytes, Mapping))
+
+
+def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple[int, ...]:
+    units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
+    if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
+        raise InputError(
+            f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; keep={list(wanted)[:8]} does not "
+            "name different ones of them: pass at least one unit, each once"
+        )
+    return units
+
+
+def _check_plan(keep: Any, dimensions: Sequence[HiddenDimension]) -> None:
+    """A plan names units by their number, so it must be of a model with as many."""
+    units = keep.structure.units if isinstance(keep, Plan) else {}
+    for dimension in dimensions:
+        planned = units.get(dimension.name, dimension.units)
+        if planned != dimension.units:
+            raise InputError(
+                f"the plan is of a model with {planned} units in {dimension.name!r}, this one has {dimension.units}: "
+                "pass the model that the plan was made for"
+            )
+
+
+def _first(rules: Mapping[str, Any], name: str) -> str | None:
+    return next((pattern for pattern in rules if _matches(name, pattern)), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)
 
 
-def _no_fit(survey: Survey, pattern: str) -> str:
-    known = ", ".join(d.name for d in survey.dimensions[:5])
-    return f"no hidden dimension fits {pattern!r}: the model has {known}, ...; print(ispasp.survey(model, batch))"
+def _fits(dimension: HiddenDimension, pattern: str | Inside) -> bool:
+    if isinstance(pattern, Inside):
+        return any(f"{path}.".startswith(f"{pattern.path}.") for path in (dimension.name, *dimension.producers))
+    _check_pattern(pattern)
+    return _matches(dimension.name, pattern)
+
+
+def _check_pattern(pattern: object) -> None:
+    if not isinstance(pattern, str):
+        raise InputError(f"{pattern!r} is no name of a hidden dimension: pass a name or glob, such as {str(pattern)!r}")
+
+
+def _check_fits(dimensions: Sequence[HiddenDimension], pattern: str | Inside) -> None:
+    if any(_fits(dimension, pattern) for dimension in dimensions):
+        return
+    known = ", ".join(d.name for d in dimensions[:5])
+    raise InputError(
+        f"no hidden dimension fits {str(pattern)!r}: the model has {known}, ...; print(ispasp.survey(model, batch))"
+    )

@@ -49,6 +49,25 @@ class Budget(ABC):
             return int(self.amount)
         return math.floor(self.amount * self._dense(cost) + 1e-6)  # 0.29 * 200 is a little less than 58 in binary
 
+    def check(self, cost: Cost, least: int) -> None:
+        """Refuse a limit that is out of reach: `least` is what stays of the narrowest network.
+
+        >>> Macs(50).check(Cost(params=0, macs=0, dense_params=200, dense_macs=10_000), least=600)
+        Traceback (most recent call last):
+        ...
+        ispasp.errors.InputError: Macs(50) is out of reach: with every hidden dimension as narrow as allowed the network
+        has 600 of 10,000; pass a larger count; for 50 % of the dense one pass Macs(0.5)
+        """
+        if least <= self.limit(cost):
+            return
+        kind, amount = type(self).__name__, self.amount
+        percent = is_integer(amount) and 1 < amount < 100
+        hint = f"; for {amount} % of the dense one pass {kind}({amount / 100:g})" if percent else ""
+        raise InputError(
+            f"{kind}({amount}) is out of reach: with every hidden dimension as narrow as allowed the network has "
+            f"{least:,} of {self._dense(cost):,}; pass a larger {'count' if is_integer(amount) else 'fraction'}{hint}"
+        )
+
     @abstractmethod
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
         """What a network costs whose hidden dimensions have these widths; those not named are dense."""

@@ -113,4 +113,4 @@ def _keep(given: Sequence[str]) -> Any:
         if equals and not (pattern and value):
             raise InputError(f"--keep {text}: pass GLOB=0.5, such as 'layer1.*=0.5'")
         rules[pattern if equals else "*"] = number("--keep", value)
-    return rules["*"] if set(rules) == {"*"} else rules
+    return rules["*"] if list(rules) == ["*"] and "=" not in given[0] else rules

@@ -46,7 +46,7 @@ class Job:
         move(self.loaded, device)
         labelled = looks_at_the_task(self.chosen["method"]) and self.found.labels is not None
         batches = self.found.loader(self.batch_size, numbers=self.found.some(self.examples), labelled=labelled)
-        task = {"loss": loss, "input_of": input_of} if labelled else {}
+        task: dict[str, Any] = {"loss": loss, "input_of": input_of} if labelled else {}
         return ispasp.prune_(self.loaded.model, batches, curves=curves, evaluate=self.scorer, **task, **self.chosen)
 
     def settings(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import typer
 
@@ -27,11 +28,11 @@ def survey(
     as_json: o.Json = False,
 ) -> None:
     """Print every hidden dimension of a model, and what is frozen and why. Changes nothing, needs no data."""
-    chosen = some_of("--kinds", kinds, *KINDS)
+    chosen: dict[str, Any] = {"scope": scope.value, "kinds": some_of("--kinds", kinds, *KINDS)}
     loaded = model.load()
     LOG.debug("surveying %s", model.model)
     batch = o.one_batch(loaded, data, reading.wanted(input_size=input_size))
-    found = ispasp.survey(loaded.model, batch, scope=scope.value, kinds=chosen)
+    found = ispasp.survey(loaded.model, batch, **chosen)
     if not as_json:
         typer.echo(str(found))
         return

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ispasp.api.job import Compensate
 from ispasp.api.prune import prune
 from ispasp.api.result import Result
 from ispasp.api.survey import survey
@@ -164,7 +165,7 @@ def _pruned(settings: Settings, model: nn.Module, images: Images, method: str, c
         list(batches(images.x, settings.batch, images.y)),
         keep=keep,
         method=method,
-        compensate=None if compensate == "none" else compensate,
+        compensate=None if compensate == "none" else cast("Compensate", compensate),
         order="oneshot" if "sensitivity" in selector(method).needs else "sequential",
         input_of=lambda batch: batch[0],
         loss=cross_entropy,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from ispasp.api.job import Compensate
 from ispasp.errors import InputError
 from ispasp.experiments import cnn, cnn_pipeline, cnn_report
 
@@ -51,7 +53,7 @@ def pipeline(
         settings = cnn.quick(settings)
         training = replace(_QUICK, workers=training.workers)
     keep = keeps[0] if keeps else None
-    compensate = None if not compensations or compensations[0] == "none" else compensations[0]
+    compensate = None if not compensations or compensations[0] == "none" else cast("Compensate", compensations[0])
     name, _ = cnn_pipeline.target(settings.model, recipe, keep)
     for row in cnn_pipeline.run(settings, training, out, recipe, keep, compensate=compensate):
         right = [f"{value:.2f} %" for value in (row.accuracy, row.trained_accuracy) if value is not None]

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from ispasp.api.finetune import finetune
+from ispasp.api.job import Compensate
 from ispasp.api.load import load
 from ispasp.api.prune import prune_
 from ispasp.api.recipes import recipes
@@ -91,7 +92,7 @@ def run(
     recipe: str | None = None,
     keep: float | None = None,
     *,
-    compensate: str | None = None,
+    compensate: Compensate = None,
     progress: bool = True,
 ) -> Iterator[Stage]:
     """Do the steps that are not done yet, each with its row in the CSV file; the pruned network ends in `model/`.
@@ -108,7 +109,7 @@ class _Run:
     """One pipeline, step by step."""
 
     def __init__(
-        self, settings: Settings, training: Training, place: Path, name: str, compensate: str | None, progress: bool
+        self, settings: Settings, training: Training, place: Path, name: str, compensate: Compensate, progress: bool
     ) -> None:
         self._settings = settings
         self._training = training

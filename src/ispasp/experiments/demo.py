@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from ispasp.api.finetune import finetune
+from ispasp.api.job import Compensate
 from ispasp.api.prune import prune
 from ispasp.api.result import Result
 from ispasp.api.save import save
@@ -192,7 +193,8 @@ def as_table(rows: tuple[Row, ...], keep: float) -> str:
 def _row(dense: nn.Module, data: Digits, keep: float, method: str, epochs: int, seed: int) -> Row:
     found: dict[str, Any] = {}
     try:
-        for name, compensate in (("plain", None), ("compensated", "dense")):
+        ways: tuple[tuple[str, Compensate], ...] = (("plain", None), ("compensated", "dense"))
+        for name, compensate in ways:
             result = _pruned(dense, data, keep, method, compensate)
             found[name] = accuracy(result.model, data.x_test, data.y_test, progress=False)
             train(result.model, data, epochs, lr=0.02, seed=seed)
@@ -204,7 +206,7 @@ def _row(dense: nn.Module, data: Digits, keep: float, method: str, epochs: int, 
 
 
 def _pruned(
-    dense: nn.Module, data: Digits, keep: float, method: str, compensate: str | None, *, curves: bool = False
+    dense: nn.Module, data: Digits, keep: float, method: str, compensate: Compensate, *, curves: bool = False
 ) -> Result:
     batch = (data.x[:CALIBRATION], data.y[:CALIBRATION])  # labels are for those methods only that look at the task
     return prune(

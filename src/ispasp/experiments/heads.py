@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ispasp.api.job import Compensate
 from ispasp.api.prune import prune
 from ispasp.api.result import Result
 from ispasp.errors import InputError, IspaspError
@@ -160,7 +161,7 @@ def pruned(model: nn.Module, batches: Sequence[Batch], keep: float, method: str,
         batches,
         keep=keep,
         method=selectors[method],
-        compensate=None if compensate == "none" else compensate,
+        compensate=None if compensate == "none" else cast("Compensate", compensate),
         order="global" if method == "taylor" else "sequential",
         kinds=("head",),
         input_of=inputs_of,

@@ -10,6 +10,7 @@ from ispasp.select.data import select_units
 from ispasp.select.energy import energy
 from ispasp.select.evidence import Evidence
 from ispasp.select.fpgm import FPGM
+from ispasp.select.function import ByScore, Score
 from ispasp.select.gfs import GFS
 from ispasp.select.gfs_local import GFSLocal
 from ispasp.select.ispasp import ISpaSP, i_spasp
@@ -18,7 +19,7 @@ from ispasp.select.norm import L1, L2
 from ispasp.select.obs import OBS
 from ispasp.select.random import Random
 from ispasp.select.registry import methods, selector
-from ispasp.select.scores import Scored
+from ispasp.select.scores import Scored, sum_by_unit
 from ispasp.select.slimming import Slimming
 from ispasp.select.taylor import Taylor
 from ispasp.select.thinet import ThiNet
@@ -45,6 +46,7 @@ __all__ = [
     "L1",
     "L2",
     "OBS",
+    "ByScore",
     "CoSaMP",
     "Consumer",
     "ConvConsumer",
@@ -59,6 +61,7 @@ __all__ = [
     "Producer",
     "Random",
     "Reading",
+    "Score",
     "Scored",
     "Selection",
     "Selector",
@@ -75,5 +78,6 @@ __all__ = [
     "methods",
     "select_units",
     "selector",
+    "sum_by_unit",
     "units_to_keep",
 ]

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from ispasp.types import Selection, Statistics
 
+NEEDS = ("moment", "magnitude", "gram", "sensitivity", "task", "producers")
+
 
 class Selector(ABC):
     """A rule that decides which units stay.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ispasp.calibrate import measure
 from ispasp.errors import InputError
 from ispasp.select.base import Selector
+from ispasp.select.function import Score
 from ispasp.select.registry import selector
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Selection, Statistics, Step
 from ispasp.types.checks import checked_tensor
@@ -23,7 +24,7 @@ def select_units(
     consumers: Tensor | Consumer | Sequence[Consumer],
     H: Tensor | Sequence[Tensor],
     keep: float | int,
-    method: str | Selector = "ispasp",
+    method: str | Selector | Score = "ispasp",
     *,
     producers: Tensor | Producer | Sequence[Producer] = (),
 ) -> Selection:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.errors import IspaspError, PlanError
+from ispasp.errors import InputError, IspaspError, PlanError
 from ispasp.graph.analyse import owner
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.surgery import attributes
@@ -64,6 +64,19 @@ def fitting(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Refuse an optimizer of another model: its state would not be cut, and it would train nothing here."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        raise InputError(
+            f"the optimizer holds no parameter of this {type(model).__name__}: pass the one that trains the model"
+        )
+
+
 def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Remove every unit that the plan does not keep. Names, ties, dtypes and devices stay."""
     layers = Folding(model)
