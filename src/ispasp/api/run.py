@@ -131,7 +131,7 @@ class Run:
         o = self._options
         told = {layer.name for layer in layers} | {row.name for row in frozen}
         why = "the budget leaves it whole" if isinstance(o.keep, Budget) else "keep leaves it whole"
-        reasons = dict.fromkeys((d.name for d in prunable(self._survey, o.skip)), why) | self._unread
+        reasons = dict.fromkeys((d.name for d in prunable(self._survey.dimensions, o.skip)), why) | self._unread
         return tuple(
             Whole(d.name, d.kind, d.units, reasons.get(d.name, "skip names it"))
             for d in self._survey.dimensions
