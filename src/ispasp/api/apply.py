@@ -11,6 +11,7 @@ from ispasp.api.evidence import Setting
 from ispasp.api.history import remember_
 from ispasp.api.proof import Proof
 from ispasp.api.survey import Survey, survey_kinds
+from ispasp.calibrate.batches import one_batch
 from ispasp.calibrate.circuit import Edits, named_tensors
 from ispasp.calibrate.readers import readers
 from ispasp.calibrate.traces import Circuits
@@ -18,6 +19,7 @@ from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch, evaluating
+from ispasp.graph.wrappers import plain
 from ispasp.surgery.attempt import Failure, attempt
 from ispasp.surgery.fold import Folding, folding
 from ispasp.surgery.masking import masked_output
@@ -51,16 +53,17 @@ def apply_(
             f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or Plan.from_json(text)"
         )
     check_optimizer(optimizer, model)
-    with one_at_a_time(), folding(model) as layers:
-        with fitting(model):
+    with one_at_a_time(), plain(model) as inner, folding(inner) as layers:
+        with fitting(inner):
             layers.fold(plan.structure.folded)
         layers.check(optimizer, plan.structure.folded)
         if batch is None:
-            with fitting(model), all_or_nothing() as undo:
-                remove_(model, plan, undo, optimizer)
-                remember_(model, plan, undo)
+            with fitting(inner), all_or_nothing() as undo:
+                remove_(inner, plan, undo, optimizer)
+                remember_(inner, plan, undo)
         else:
-            _apply_and_verify(model, plan, batch, optimizer, _analysis(model, batch, checked_by, layers))
+            batch = one_batch(inner, batch)
+            _apply_and_verify(inner, plan, batch, optimizer, _analysis(inner, batch, checked_by, layers))
         layers.restore(but=plan.structure.folded)
     return model
 

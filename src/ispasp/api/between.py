@@ -15,6 +15,7 @@ from ispasp.api.inputs import Inputs
 from ispasp.api.result import Result
 from ispasp.api.widths import names_units
 from ispasp.calibrate.alike import weights_alike
+from ispasp.calibrate.batches import batches_in
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError
 from ispasp.graph.trace import evaluating
@@ -38,10 +39,12 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
             f"finetune_between is a {type(train).__name__}: pass a function of the model, such as "
             "lambda model: ispasp.finetune(model, loader)"
         )
-    batches = list(batches) if iter(batches) is batches else batches
+    batches = batches_in(batches, model)
     whole = replace(options, finetune_between=None)
     on_trial = replace(whole, compensate=None, refit="consumers", recalibrate=False, optimizer=None)
-    judge = _judge(model, batches, options, ranks)
+    with ranks.together("the predictions of the dense model"), evaluating(model):
+        inputs = Inputs(model, batches, options)
+        judge = Judge(model, inputs.held_out(), inputs.first)
     before = scored(options.evaluate, model, ranks) if options.evaluate else {}
     whole, on_trial = replace(whole, evaluate=None), replace(on_trial, evaluate=None)
     plans = plans_of(model)
@@ -67,19 +70,13 @@ def pruned_between(model: nn.Module, batches: Iterable[Any], options: Any, ranks
         replace(trial.cost, params=trial.cost.params + gained),
         trial.frozen,
         max((r.evidence for r in results), key=lambda e: e.error, default=trial.evidence),
-        options.described(),
+        {**options.described(), **inputs.described(ranks)},
         tuple(dict.fromkeys(line for r in results for line in r.advice)),
         trial.curves,
         Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None,
         judge.agreement(model, ranks),
         trial.whole,
     )
-
-
-def _judge(model: nn.Module, batches: Iterable[Any], options: Any, ranks: Team) -> Judge:
-    with ranks.together("the predictions of the dense model"), evaluating(model):
-        inputs = Inputs(model, batches, options)
-        return Judge(model, inputs.held_out(), inputs.first)
 
 
 def _with_biases(dense: Structure, results: Iterable[Result]) -> Structure:

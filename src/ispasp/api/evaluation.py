@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ispasp.calibrate.batches import count_examples
-from ispasp.calibrate.held_out import first_of
+from ispasp.calibrate.rows import count_examples, first_of
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.trace import Batch, evaluating, run

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ispasp.api.recipes import Recipe as PruningRecipe
+from ispasp.calibrate.batches import batches_in
 from ispasp.calibrate.team import joined_team
 from ispasp.errors import InputError
 from ispasp.report import Column, render
@@ -88,7 +89,8 @@ def finetune(
 ) -> FinetuneResult:
     """Train the model on. Changes `model` itself, as all training does; hence no underscore and no copy.
 
-    Batches are `(inputs, labels)`, called as model(inputs) and compared by cross entropy; or dicts with "labels",
+    Batches are as for `prune`, with labels: `(inputs, labels)`, called as model(inputs) and compared by cross entropy;
+    or dicts with "labels" (or "label"),
     called as model(**batch) (without the labels if the model takes none), whose output is a `loss` (Hugging Face),
     `logits` or a tensor. For anything else pass `loss(output, batch)`, the mean over the examples of a batch, and
     `input_of(batch)`, what the model is called with.
@@ -123,7 +125,7 @@ def finetune(
     """
     with joined_team() as ranks, ranks.together("the start of fine-tuning"):
         _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
-        _check_loader(loader, resumable=checkpoint is not None)
+        loader = _checked_loader(loader, model, resumable=checkpoint is not None)
         _check_functions(loss=loss, input_of=input_of, evaluate=evaluate)
         if teacher is not None and not isinstance(teacher, Teacher):
             teacher = Teacher(teacher)
@@ -175,9 +177,12 @@ def _check_functions(**functions: object) -> None:
             raise InputError(f"{name} is a {type(function).__name__}: pass a function")
 
 
-def _check_loader(loader: object, resumable: bool) -> None:
+def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
+    """The batches in what was given, as for `prune`; they must have a length."""
+    if hasattr(loader, "__len__"):
+        loader = batches_in(loader, model)
     try:
-        batches = len(loader)  # type: ignore[arg-type]
+        batches = len(loader)
     except TypeError as error:
         raise InputError(
             f"the loader is a {type(loader).__name__} without a length: pass a DataLoader over a dataset with a "
@@ -190,3 +195,4 @@ def _check_loader(loader: object, resumable: bool) -> None:
             "the loader has persistent workers, whose random numbers a checkpoint cannot restore: pass "
             "persistent_workers=False, or no checkpoint"
         )
+    return loader

@@ -11,46 +11,51 @@ from torch import nn
 
 from ispasp.api.options import Options
 from ispasp.api.survey import Survey, survey_kinds
-from ispasp.calibrate.batches import first_examples, prepared, signature
+from ispasp.calibrate.batches import NO_BATCHES, batches_in, described, first_in, placed, prepared, signature
 from ispasp.calibrate.circuit import named_tensors
 from ispasp.calibrate.held_out import Pair, held_out
+from ispasp.calibrate.labels import Labels, find_labels
+from ispasp.calibrate.limit import first_pair, most_examples
+from ispasp.calibrate.rows import count_examples, first_examples
+from ispasp.calibrate.team import Team
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.trace import Batch, run
 from ispasp.surgery.fold import Folding
 
 
 class Inputs:
-    """The user's batches, as often as they are needed; an iterator can be gone through once, so it is kept."""
+    """The user's batches, as often as they are needed, up to the number of examples that the options allow."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], options: Options) -> None:
         """Look at the first batch, and see that the model runs on it."""
         empty = next((name for name, value in named_tensors(model).items() if value.is_meta), None)
         if empty is not None:
             raise InputError(f"{empty!r} is on the meta device and has no values: load the model's weights first")
-        self._given = list(batches) if isinstance(batches, Iterator) else batches
+        self._given = batches_in(batches, model)
         self._model = model
-        self._input_of = options.input_of
-        self._labelled = options.loss is not None
+        self._options = options
         self._list: list[Pair] | None = None
         self._held: list[Pair] = []
+        self._taken, self._more = 0, False  # examples of the last time, and whether some were left
         self.divided: Batch | None = None  # a batch of which some examples are held out
-        self.first: Batch = next(self.again())
+        first = first_in(self._given)
+        self._labels = Labels() if options.input_of else find_labels(model, placed(first, model))
+        ((self.first, _),) = self._within_limit([first])
         try:
             self.example = _try(model, self.first)
         except Exception as error:
-            hint = (
-                "" if self._input_of else "; a loader that yields (input, label) needs input_of=lambda batch: batch[0]"
-            )
+            hint = "" if options.input_of else f"; it is {described(first)}, pass input_of=lambda batch: ... if needed"
             raise InputError(
                 f"the model does not run on the first batch: {type(error).__name__}: {error}{hint}"
             ) from error
         if options.walks or isinstance(self._given, Sequence):
-            self._divide(options.hold_out)
+            self._divide()
 
-    def _divide(self, hold_out: bool) -> None:
+    def _divide(self) -> None:
         """Keep all batches in memory (inputs only, not activations), some of them apart."""
-        pairs = [(batch, given if self._labelled else batch) for batch, given in self.pairs()]
-        self._list, self._held = held_out(pairs) if hold_out else (pairs, [])
+        labelled = self._options.loss is not None
+        pairs = [(batch, given if labelled else batch) for batch, given in self.pairs()]
+        self._list, self._held = held_out(pairs) if self._options.hold_out else (pairs, [])
         if len(self._list) + len(self._held) > len(pairs):
             self.divided = pairs[len(self._list) - 1][0]
         if self.example is self.first:
@@ -64,10 +69,27 @@ class Inputs:
     def pairs(self) -> Iterator[Pair]:
         """Each of them as the model takes it, and as it was given."""
         pair = None
-        for pair in prepared(self._given, self._model, self._input_of) if self._list is None else self._list:
+        for pair in self._within_limit(self._given) if self._list is None else self._list:
             yield pair
         if pair is None:
-            raise InputError("no calibration batches: pass at least one; an exhausted iterator counts as none")
+            raise InputError(NO_BATCHES)
+
+    def _within_limit(self, batches: Iterable[Any]) -> Iterator[Pair]:
+        """Batches up to the limit. One that the user has set divides the last batch.
+
+        Ours ends with a whole batch, since every new shape has to be traced, unless half of the examples are missing.
+        """
+        limit, most, taken, more = self._options.examples, None, 0, False
+        for pair in prepared(batches, self._model, self._labels, self._options.input_of):
+            most = most_examples(limit, pair[0]) if taken == 0 else most
+            if most is not None and taken + count_examples(pair[0]) > most:
+                more = True
+                if taken >= most or (limit == "auto" and 2 * taken >= most):
+                    break
+                pair = first_pair(pair, most - taken)  # noqa: PLW2901
+            taken += count_examples(pair[0])
+            yield pair
+        self._taken, self._more = taken, more
 
     def listed(self) -> Sequence[Batch]:
         """All of them in memory."""
@@ -76,6 +98,13 @@ class Inputs:
     def held_out(self) -> Sequence[Batch]:
         """Batches that are not calibrated with; none where there are few examples, or batches are not listed."""
         return [batch for batch, _ in self._held]
+
+    def described(self, team: Team) -> dict[str, Any]:
+        """The number of examples on all machines, those held out among them, whether some were left, and labels."""
+        held = sum(count_examples(batch) for batch in self.held_out())
+        counts = {"examples": team.total(self._taken), "held_out_examples": team.total(held)}
+        labels = str(self._labels) if self._labels else None
+        return {**counts, "all_examples": not team.total(int(self._more)), "labels": labels}
 
     def other_kinds(self, example: Batch) -> list[Batch]:
         """The first batch of every kind (shapes, dtypes, other values) but the example's, held-out ones among them.

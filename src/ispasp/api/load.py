@@ -16,7 +16,8 @@ from ispasp.api.files import CONFIG, WEIGHTS, Slot, slots
 from ispasp.api.history import remember_
 from ispasp.api.stored import Stored, stored
 from ispasp.errors import InputError, SaveError
-from ispasp.files.reading import folder_path, is_regular, opened
+from ispasp.files.reading import TensorFile, folder_path, is_regular, opened
+from ispasp.graph.wrappers import plain
 from ispasp.surgery.remove import Undo, all_or_nothing, fitting, remove_, set_data
 from ispasp.types.plan import Plan
 
@@ -45,19 +46,22 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
             model = build(saved, file.shapes(), folder)
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}: pass the dense torch.nn.Module, freshly built")
-        made_for = saved.plan.structure.model
-        if made_for not in {cls.__name__ for cls in type(model).__mro__}:
-            raise SaveError(
-                f"{folder} holds a pruned {made_for}, not a {type(model).__name__}: pass a dense {made_for}"
-            )
-        tensors = file.tensors(_WIDER * _bytes(model) + _TOLD)
-        saved.check(tensors, folder)
-        with all_or_nothing() as undo:
-            with fitting(model):
-                remove_(model, saved.plan, undo)
-            _fill(model, saved, tensors, undo, folder)
-            remember_(model, saved.plan, undo)
+        with plain(model) as inner:
+            _prune_and_fill(inner, saved, file, folder)
     return model
+
+
+def _prune_and_fill(model: nn.Module, saved: Stored, file: TensorFile, folder: Path) -> None:
+    made_for = saved.plan.structure.model
+    if made_for not in {cls.__name__ for cls in type(model).__mro__}:
+        raise SaveError(f"{folder} holds a pruned {made_for}, not a {type(model).__name__}: pass a dense {made_for}")
+    tensors = file.tensors(_WIDER * _bytes(model) + _TOLD)
+    saved.check(tensors, folder)
+    with all_or_nothing() as undo:
+        with fitting(model):
+            remove_(model, saved.plan, undo)
+        _fill(model, saved, tensors, undo, folder)
+        remember_(model, saved.plan, undo)
 
 
 def saved_plan(folder: str | os.PathLike[str]) -> tuple[Plan, bool]:

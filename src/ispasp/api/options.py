@@ -20,6 +20,7 @@ from ispasp.api.widths import Inside, Keep, check_keep, check_round
 from ispasp.budget import Budget
 from ispasp.calibrate.batches import InputOf
 from ispasp.calibrate.gradients import Loss
+from ispasp.calibrate.limit import Limit
 from ispasp.compensate.solve import RIDGE
 from ispasp.errors import InputError
 from ispasp.select import Selector, selector
@@ -44,6 +45,7 @@ class Options:
     skip: Collection[str | Inside] = ()
     round_to: int | None = None
     input_of: InputOf | None = None
+    examples: Limit = "auto"
     recalibrate: bool = False
     finetune_between: Callable[[nn.Module], Any] | None = None
     curves: bool = False
@@ -67,6 +69,8 @@ class Options:
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
             raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
+        if self.examples not in ("auto", None) and not (is_integer(self.examples) and self.examples > 0):
+            raise InputError(f"examples={self.examples!r}: pass a number of examples, None for all, or 'auto'")
         if self.ridge is not None and not positive(self.ridge):
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}, or None to find one")
         if self.memory is not None and not positive(self.memory):

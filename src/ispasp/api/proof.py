@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ispasp.api.evidence import Evidence, Setting, kept_outputs
 from ispasp.api.precise import precise_proof
-from ispasp.calibrate.batches import first_examples, signature
+from ispasp.calibrate.batches import signature
 from ispasp.calibrate.circuit import Circuit, Edits, caller
 from ispasp.calibrate.passage import Passage
+from ispasp.calibrate.rows import first_examples
 from ispasp.calibrate.traces import same_way
 from ispasp.errors import SurgeryError
 from ispasp.graph.ops import output_channels, without_bias

@@ -22,10 +22,12 @@ from ispasp.api.widths import Keep
 from ispasp.calibrate.alike import SAME_OPTIONS, alike
 from ispasp.calibrate.batches import InputOf
 from ispasp.calibrate.gradients import Loss
+from ispasp.calibrate.limit import Limit
 from ispasp.calibrate.team import Team, team
 from ispasp.errors import InputError
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import evaluating
+from ispasp.graph.wrappers import plain
 from ispasp.integrations.offload import materialised
 from ispasp.select import Score, Selector
 from ispasp.surgery.fold import folding
@@ -45,6 +47,7 @@ def prune(
     skip: str | nn.Module | Collection[str | nn.Module] = (),
     round_to: int | None = None,
     input_of: InputOf | None = None,
+    examples: Limit = "auto",
     recalibrate: bool = False,
     finetune_between: Callable[[nn.Module], Any] | None = None,
     curves: bool = False,
@@ -59,8 +62,12 @@ def prune(
 ) -> Result:
     """A smaller copy of a trained model; the model given is not changed.
 
-    `batches`: calibration data without labels, an iterable of Tensor, tuple or dict, passed as model(x), model(*x),
-    model(**x); `input_of` picks the input out of what a DataLoader yields, e.g. `lambda batch: batch[0]`.
+    A model inside `torch.compile`, DataParallel or DistributedDataParallel is unwrapped: `result.model` is plain.
+
+    `batches`: calibration data, a DataLoader, a list or generator of batches, or one batch. A batch is a Tensor for
+    model(x), a tuple or list for model(*x), a dict or other mapping for model(**x). Labels are not needed: those in
+    (inputs, labels) and in a dict with "labels" or "label" are left out. `input_of=lambda batch: ...` picks the inputs
+    out of anything else.
     `keep`: the fraction or number of units that stay in every hidden dimension, a mapping from name glob to fraction,
     number or units, a budget such as `ispasp.Macs(0.5)`, a recipe such as `ispasp.recipes["resnet34-2.69G"]`, a plan.
 
@@ -73,6 +80,8 @@ def prune(
                    network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
       kinds, scope which hidden dimensions, as in `ispasp.survey`
       skip         hidden dimensions that stay whole: names, globs, or modules that make them
+      examples     how many are taken of the batches, None for all. "auto": 1,024, and fewer where examples are large
+                   (65,536 tokens, or 256 images of 3 x 224 x 224): beyond that little is gained, at a cost that grows
       round_to     widths become multiples of this, e.g. 8
       recalibrate  estimate BatchNorm statistics anew from the batches afterwards
       finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
@@ -111,6 +120,7 @@ def prune_(
     skip: str | nn.Module | Collection[str | nn.Module] = (),
     round_to: int | None = None,
     input_of: InputOf | None = None,
+    examples: Limit = "auto",
     recalibrate: bool = False,
     finetune_between: Callable[[nn.Module], Any] | None = None,
     curves: bool = False,
@@ -126,7 +136,8 @@ def prune_(
 ) -> Result:
     """Make a model smaller in place; options as in `prune`, and `optimizer`, whose state is cut alike.
 
-    On any failure, Ctrl-C included, the model is exactly as before.
+    On any failure, Ctrl-C included, the model is exactly as before. Inside a wrapper the plain model is changed: what
+    `torch.compile` returned compiles itself again when it is called. Wrap in DistributedDataParallel again to train.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> prune_(net, [torch.rand(16, 4)], keep=2, progress=False).model is net, net[0].out_features
@@ -142,12 +153,12 @@ def _started(arguments: dict[str, Any], *, copy: bool) -> Result:
         with ranks.together("the check of the arguments"):
             if not isinstance(model, nn.Module):
                 raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-            chosen = options_for(model, arguments)  # wrong options are told before a large model is copied
-            if copy:
-                with one_at_a_time():  # not while another thread has fake tensors in this very model
-                    model = copied(model)
+            with one_at_a_time(), plain(model) as inner:  # no other thread has fake tensors in this very model now
+                chosen = options_for(inner, arguments)  # wrong options are told before a large model is copied
+                model = copied(inner) if copy else model
         alike(ranks, "the options of prune", chosen.deciding, SAME_OPTIONS)
-        return _prune_(model, batches, chosen, ranks)
+        with plain(model) as inner:
+            return _prune_(inner, batches, chosen, ranks)
 
 
 def _timeout(arguments: Mapping[str, Any]) -> float:

@@ -161,6 +161,7 @@ class Result:
             ("parameters", change(c.dense_params, c.params)),
             ("MACs", change(c.dense_macs, c.macs)),
         ]
+        facts += _calibrated(self.settings)
         facts += [("agreement", str(self.agreement))] if self.agreement else []
         return [*facts, ("scores", str(self.scores))] if self.scores else facts
 
@@ -217,6 +218,16 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     if not any(row["iterations"] > 2 and row["iterations"] != row["kept"] for row in rows):
         silent.add("iterations")
     return [column for column in columns if column.key not in silent]
+
+
+def _calibrated(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How many examples calibration took."""
+    if "examples" not in settings:
+        return []
+    held = settings["held_out_examples"]
+    apart = f", {held:,} of them held out" if held else ""
+    rest = "" if settings["all_examples"] else " (examples=None takes all)"
+    return [("calibrated with", f"{settings['examples']:,} examples{apart}{rest}")]
 
 
 def _plain(scores: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:

@@ -118,7 +118,7 @@ class Run:
                 cost,
                 rows,
                 evidence,
-                options.described(),
+                {**options.described(), **self._batches.described(self._team)},
                 _advice(job, evidence, plan),
                 curves,
                 Scores(before, after) if options.evaluate else None,

@@ -18,6 +18,7 @@ from ispasp.api.stored import metadata_of
 from ispasp.errors import InputError, IspaspError, PlanError, SaveError
 from ispasp.files.reading import folder_path, opened
 from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
+from ispasp.graph.wrappers import plain
 from ispasp.surgery import attributes
 from ispasp.types.layout import full_length, kept_length
 from ispasp.types.plan import Plan
@@ -67,14 +68,15 @@ def save(
     """
     model, plan = _model_and_plan(model, plan)
     folder = folder_path(folder)
-    plan = _whole(model, plan) if from_dense else plan
-    _check_pruned(model, plan)
     try:
-        make_folder(folder)
-        _check_ours(folder, overwrite)
-        with workspace(folder) as fresh:
-            _write(model, plan, fresh)
-            _publish(fresh, folder)
+        with plain(model) as inner:
+            plan = _whole(inner, plan) if from_dense else plan
+            _check_pruned(inner, plan)
+            make_folder(folder)
+            _check_ours(folder, overwrite)
+            with workspace(folder) as fresh:
+                _write(inner, plan, fresh)
+                _publish(fresh, folder)
     except IspaspError:
         raise
     except (OSError, SafetensorError, ValueError, RuntimeError, TypeError) as error:
@@ -135,7 +137,7 @@ def _check_pruned(model: nn.Module, plan: Plan) -> None:
         if found != expected:
             raise PlanError(
                 f"the plan leaves {name!r} with shape {expected}, {type(model).__name__} has {found or 'none'}: "
-                "save the (unwrapped) model that this plan was applied to"
+                "save the model that this plan was applied to"
             )
 
 

@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 
 from ispasp.api.widths import Keep, widths
+from ispasp.calibrate.batches import one_batch
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.graph.analyse import Analysis, Found, analyse, owner
 from ispasp.graph.atoms import resolve
 from ispasp.graph.cost import CostModel, cost_model, unit_cost
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch
+from ispasp.graph.wrappers import plain
 from ispasp.report import Column, Sheet, told
 from ispasp.surgery import attributes
 from ispasp.surgery.attention import SlimMultiheadAttention
@@ -127,7 +129,8 @@ def survey(
 ) -> Survey:
     """Every hidden dimension of a model, and everything frozen with the reason.
 
-    `batch` is one example call: a Tensor for model(x), a tuple for model(*x), a dict for model(**x). `scope="blocks"`
+    `batch` is one batch as for `prune`: a Tensor for model(x), a tuple for model(*x), a dict for model(**x), or one of
+    these with labels, which are left out; of a DataLoader or list of batches the first one is taken. `scope="blocks"`
     leaves out residual streams (axes on which several producers are added), `"all"` takes them in. With `check` (the
     default) half of all units are removed on trial, compared with masking, and put back: what does not run or does not
     agree is reported as frozen.
@@ -139,7 +142,8 @@ def survey(
     >>> [str(row) for row in found.frozen]
     ['2: reaches the model output']
     """
-    return survey_kinds(model, batch, (), scope=scope, kinds=kinds, check=check)
+    with one_at_a_time(), plain(model) as inner:
+        return survey_kinds(inner, one_batch(inner, batch), (), scope=scope, kinds=kinds, check=check)
 
 
 def survey_kinds(

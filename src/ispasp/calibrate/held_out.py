@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
-from ispasp.calibrate.batches import count_examples
+from ispasp.calibrate.rows import count_examples, is_rows, part
 from ispasp.graph.trace import Batch
 
 ENOUGH = 32  # with fewer examples none is spared
@@ -51,29 +48,9 @@ def _divided(pair: Pair, last: int) -> tuple[Pair, Pair] | None:
     """A pair without its last examples, and these; None where its tensors do not agree on what an example is."""
     batch, given = pair
     size = count_examples(batch)
-    if size < last + 2 or not _is_rows(pair, size):
+    if size < last + 2 or not is_rows(pair, size):
         return None
     if given is batch:  # they stay one
-        first, second = _part(batch, slice(0, size - last)), _part(batch, slice(size - last, size))
+        first, second = part(batch, slice(0, size - last)), part(batch, slice(size - last, size))
         return (first, first), (second, second)
-    return _part(pair, slice(0, size - last)), _part(pair, slice(size - last, size))
-
-
-def first_of(batch: Batch, most: int) -> Batch:
-    """At most so many examples of a batch, or all where its tensors do not agree on what an example is.
-
-    >>> import torch
-    >>> len(first_of(torch.ones(8, 3), 5)), len(first_of(torch.ones(8, 3), 9))
-    (5, 8)
-    """
-    size = count_examples(batch)
-    return _part(batch, slice(0, most)) if size > most and _is_rows(batch, size) else batch
-
-
-def _is_rows(value: Any, size: int) -> bool:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return all(t.ndim > 0 and t.shape[0] == size for t in tensors)
-
-
-def _part(value: Any, rows: slice) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf, value)
+    return part(pair, slice(0, size - last)), part(pair, slice(size - last, size))

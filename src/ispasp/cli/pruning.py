@@ -19,7 +19,7 @@ from ispasp.cli.amounts import looks_at_the_task
 from ispasp.cli.checks import warn
 from ispasp.cli.scoring import Scorer
 from ispasp.cli.sources import RESULT, Examples, Loaded, matched
-from ispasp.cli.task import input_of, loss
+from ispasp.cli.task import loss
 from ispasp.errors import InputError, SaveError
 from ispasp.report.html import html, roots
 from ispasp.select import selector
@@ -46,8 +46,8 @@ class Job:
         move(self.loaded, device)
         labelled = looks_at_the_task(self.chosen["method"]) and self.found.labels is not None
         batches = self.found.loader(self.batch_size, numbers=self.found.some(self.examples), labelled=labelled)
-        task: dict[str, Any] = {"loss": loss, "input_of": input_of} if labelled else {}
-        return ispasp.prune_(self.loaded.model, batches, curves=curves, evaluate=self.scorer, **task, **self.chosen)
+        given: dict[str, Any] = {"loss": loss if labelled else None, "examples": None, "evaluate": self.scorer}
+        return ispasp.prune_(self.loaded.model, batches, curves=curves, **given, **self.chosen)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result beside what `Result.settings` tells."""

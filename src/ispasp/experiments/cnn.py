@@ -167,7 +167,7 @@ def _pruned(settings: Settings, model: nn.Module, images: Images, method: str, c
         method=method,
         compensate=None if compensate == "none" else cast("Compensate", compensate),
         order="oneshot" if "sensitivity" in selector(method).needs else "sequential",
-        input_of=lambda batch: batch[0],
+        examples=None,
         loss=cross_entropy,
         memory=settings.memory,
         progress=False,

@@ -170,6 +170,7 @@ class _Run:
             method=ISpaSP(iterations=20),
             compensate=self._compensate,
             memory=self._settings.memory,
+            examples=None,
             progress=self._progress,
         )
         self._plan = _both(self._plan, result.plan)

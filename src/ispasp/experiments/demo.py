@@ -215,7 +215,6 @@ def _pruned(
         keep=keep,
         method=_QUICK.get(method, method),
         compensate=compensate,
-        input_of=lambda pair: pair[0],
         loss=lambda output, pair: cross_entropy(output, pair[1]),
         curves=curves,
         progress=False,

@@ -165,6 +165,7 @@ def pruned(model: nn.Module, batches: Sequence[Batch], keep: float, method: str,
         order="global" if method == "taylor" else "sequential",
         kinds=("head",),
         input_of=inputs_of,
+        examples=None,
         loss=cross_entropy,
         progress=False,
     )

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ispasp.calibrate.labels import NAMES, Labels
 from ispasp.errors import InputError
+from ispasp.graph.wrappers import unwrapped
 
 Batch = Any  # Tensor: inputs only; tuple or list: inputs, then labels; mapping: keyword arguments, with "labels"
 
@@ -19,9 +21,10 @@ def inputs_of(batch: Batch) -> Any:
     >>> inputs_of(("x", "y")), inputs_of({"x": 1, "labels": 2})
     (('x',), {'x': 1, 'labels': 2})
     """
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return tuple(batch[:-1])
-    return batch
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        return batch
+    inputs = tuple(batch[:-1])
+    return inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Mapping) else inputs
 
 
 def inputs_for(model: nn.Module) -> Callable[[Batch], Any]:
@@ -30,10 +33,15 @@ def inputs_for(model: nn.Module) -> Callable[[Batch], Any]:
     >>> inputs_for(nn.Linear(1, 1))({"input": 1, "labels": 2})
     {'input': 1}
     """
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.name == "labels" or p.kind is p.VAR_KEYWORD for p in parameters):
-        return inputs_of
-    return _without_labels
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+    takes = {p.name for p in parameters}
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    left_out = tuple(name for name in NAMES if name not in takes and not (anything and name == "labels"))
+
+    def inputs(batch: Batch) -> Any:
+        return Labels(names=left_out).without(batch) if isinstance(batch, Mapping) else inputs_of(batch)
+
+    return inputs
 
 
 def labels_of(batch: Batch) -> Any:
@@ -43,7 +51,7 @@ def labels_of(batch: Batch) -> Any:
     ('y', 2, None)
     """
     if isinstance(batch, Mapping):
-        return batch.get("labels")
+        return next((batch[name] for name in NAMES if name in batch), None)
     return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
 
 
@@ -58,12 +66,6 @@ def examples_in(batch: Batch) -> int:
         if tensor.ndim:
             return len(tensor)
     raise InputError(f"a batch is a {type(batch).__name__} without tensors: pass batches of tensors")
-
-
-def _without_labels(batch: Batch) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: value for name, value in batch.items() if name != "labels"}
-    return inputs_of(batch)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -87,7 +87,8 @@ def run(
 
 
 def _pruned(model: nn.Module, found: list[Tensor], keep: Any, method: str, compensate: Compensate) -> Result:
-    return prune(model, found, keep, method=method, compensate=compensate, loss=own_label_loss, progress=False)
+    task = {"method": method, "loss": own_label_loss}
+    return prune(model, found, keep, compensate=compensate, examples=None, progress=False, **task)
 
 
 def own_label_loss(output: Tensor, batch: Any) -> Tensor:

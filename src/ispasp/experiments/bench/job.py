@@ -60,7 +60,14 @@ def forward(model: nn.Module, batches: Iterable[Tensor]) -> None:
 def prune(model: nn.Module, batches: list[Tensor], T: int, compensate: Compensate = None) -> Result:
     """The library's way: sequential, i-SpaSP of at most T iterations."""
     return library_prune(
-        model, batches, RECIPE, method=ISpaSP(iterations=T), compensate=compensate, order="sequential", progress=False
+        model,
+        batches,
+        RECIPE,
+        method=ISpaSP(iterations=T),
+        compensate=compensate,
+        order="sequential",
+        examples=None,
+        progress=False,
     )
 
 

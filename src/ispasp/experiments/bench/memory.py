@@ -94,7 +94,7 @@ def measure(compensate: Compensate, batches: Generated) -> tuple[float, float]:
     warm_up()
     forward(model, Generated(1, batches.batch, batches.size))
     before, _ = timing.memory()
-    prune(model, batches, 0.5, order="oneshot", compensate=compensate, progress=False)
+    prune(model, batches, 0.5, order="oneshot", compensate=compensate, examples=None, progress=False)
     _, peak = timing.memory()
     return peak / timing.MB, (peak - before) / timing.MB
 
