@@ -69,7 +69,7 @@ class Options:
             raise InputError(f"order={self.order!r}: choose 'sequential' (as the paper), 'oneshot' or 'global'")
         if self.refit not in ("consumers", "all") or (self.refit == "all" and self.compensate != "dense"):
             raise InputError(f"refit={self.refit!r}: choose 'consumers', or 'all' with compensate='dense'")
-        if self.examples not in ("auto", None) and not (is_integer(self.examples) and self.examples > 0):
+        if self.examples not in ("auto", None) and not (is_integer(self.examples) and positive(self.examples)):
             raise InputError(f"examples={self.examples!r}: pass a number of examples, None for all, or 'auto'")
         if self.ridge is not None and not positive(self.ridge):
             raise InputError(f"ridge={self.ridge!r}: pass a positive number, such as {RIDGE}, or None to find one")

@@ -57,7 +57,7 @@ def _is_one_batch(given: tuple[Any, ...] | list[Any], model: nn.Module) -> bool:
     if len(given) < 2 or not isinstance(given[-1], Tensor) or not is_rows(given, count_examples(given)):
         return False
     if not all(isinstance(part, Tensor) for part in given):
-        return isinstance(given[0], (Mapping, tuple, list))
+        return isinstance(given[0], Mapping) or (isinstance(given, tuple) and isinstance(given[0], (tuple, list)))
     second = parameter_for(model, 2)
     if second is not None and second.default is inspect.Parameter.empty and second.kind is not second.VAR_POSITIONAL:
         return True
