@@ -430,7 +430,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"loader": [x for x, _ in batches()]}, "has no labels: yield \\(inputs, labels\\)"),
     ({"loader": [(x,) for x, _ in batches()]}, "or pass loss="),
     ({"loader": [("text", "label")], "loss": lambda o, b: o}, "without tensors"),
-    ({"loader": [{"input": x, "label": y} for x, y in batches()]}, "dict with input, label\\) has no labels"),
+    ({"loader": [{"input": x, "target": y} for x, y in batches()]}, "dict with input, target\\) has no labels"),
     ({"loader": [(x, y.int()) for x, y in batches()]}, "labels are \\(8,\\) torch.int32 .*\\(int64\\)"),
     ({"loader": [(x, y + 9) for x, y in batches()]}, "out of bounds\\): yield one whole number from 0"),
     ({"loader": [(x, ["a"] * 8) for x, y in batches()]}, "the labels are a list"),
