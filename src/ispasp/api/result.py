@@ -227,7 +227,7 @@ def _calibrated(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     held = settings["held_out_examples"]
     apart = f", {held:,} of them held out" if held else ""
     rest = "" if settings["all_examples"] else " (examples=None takes all)"
-    return [("calibrated with", f"{settings['examples']:,} examples{apart}{rest}")]
+    return [("calibrated", f"with {settings['examples']:,} examples{apart}{rest}")]
 
 
 def _plain(scores: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
