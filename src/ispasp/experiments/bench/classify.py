@@ -87,8 +87,16 @@ def run(
 
 
 def _pruned(model: nn.Module, found: list[Tensor], keep: Any, method: str, compensate: Compensate) -> Result:
-    task = {"method": method, "loss": own_label_loss}
-    return prune(model, found, keep, compensate=compensate, examples=None, progress=False, **task)
+    return prune(
+        model,
+        found,
+        keep,
+        method=method,
+        compensate=compensate,
+        loss=own_label_loss,
+        examples=None,
+        progress=False,
+    )
 
 
 def own_label_loss(output: Tensor, batch: Any) -> Tensor:
