@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ispasp.experiments._torchvision import import_torchvision
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -15,10 +17,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/theory.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/theory.md", "docs/vision.md", "docs/language-models.md"])
 def test_the_examples_run(page: str) -> None:
     examples = blocks(ROOT / page, "python")
     assert examples
+    import_torchvision()  # transformers looks for it
     namespace: dict[str, object] = {}
     for example in examples:
         exec(compile(example, page, "exec"), namespace)  # noqa: S102
