@@ -216,17 +216,24 @@ def test_a_model_that_cannot_be_copied() -> None:
         ispasp.prune(model, [X], progress=False)
 
 
+class Sign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.a(x) if x.sum() > 0 else self.b(x)))
+
+
 def test_a_batch_that_decides_otherwise_is_told() -> None:
-    class Sign(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(torch.relu(self.a(x) if x.sum() > 0 else self.b(x)))
-
-    text = told([X.abs(), -X.abs()], alive(Sign()))
+    text = told([X.abs(), -X.abs()], alive(Sign()), hold_out=False)
     assert "InputError: a batch takes another way through the model than the first one" in text
+
+
+def test_batches_of_other_shapes_may_decide_otherwise() -> None:
+    model = ispasp.prune(alive(Sign()), [X.abs(), -X.abs()[1:]], hold_out=False, progress=False).model
+    assert model.a.out_features == model.b.out_features == model.c.in_features == 4
+    assert model(X.abs()).shape == model(-X.abs()).shape == (20, 3)
 
 
 def test_what_a_complex_weight_reads_stays() -> None:
