@@ -26,7 +26,12 @@ from soak.state import check_same, fingerprint, process, weights
 
 ERRORS = (ValueError, RuntimeError, MemoryError, KeyboardInterrupt, OSError, TypeError, SystemExit, AssertionError)
 PACKAGE = os.path.dirname(ispasp.__file__)  # noqa: PTH120
-RESTORING = (("remove.py", "run"), ("interrupts.py", "uninterrupted"), ("contextlib.py", "__exit__"))
+RESTORING = (
+    ("remove.py", "run"),
+    ("state.py", "restore"),
+    ("interrupts.py", "uninterrupted"),
+    ("contextlib.py", "__exit__"),
+)
 
 
 @dataclass

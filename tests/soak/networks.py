@@ -128,12 +128,12 @@ def check_masking(subject: Subject, model: nn.Module, plan: ispasp.Plan, exact: 
     """The largest relative difference to masking, in float64 whatever the dtype. None: statistics of norms are new."""
     twin = ispasp.apply_(copy.deepcopy(subject.network.model), plan)
     check_units(subject.network.model, twin, plan)
-    masked = embedded(subject.model, model, (subject.network.model, twin)).double()
+    small = copy.deepcopy(model).double()  # before weights are folded: a spectral norm rounds
+    masked = embedded(copy.deepcopy(subject.model).double(), small, (subject.network.model, twin))
     if exact:
         check_kept_values(subject, model, masked)
     elif any(name.endswith("running_mean") for name, _ in model.named_buffers()):
         return None
-    small = copy.deepcopy(model).double()
     worst = 0.0
     for batch in subject.batches:
         one, other = output(small, cast(batch, torch.float64)), output(masked, cast(batch, torch.float64))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from soak.case import check
 
@@ -46,8 +47,12 @@ def _described(value: Any, depth: int = 0) -> Any:
 
 def described_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """Type, dtype, shape, whether it takes gradients, and a hash of its bytes (so NaN equals NaN)."""
+    if is_lazy(tensor):
+        return (type(tensor).__name__,)
     kind = (type(tensor).__name__, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
-    return (*kind, digest(tensor) if type(tensor) in (Tensor, nn.Parameter) else None)
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_quantized
+    values = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return (*kind, digest(values) if plain else None)
 
 
 def digest(tensor: Tensor) -> str:
@@ -110,9 +115,15 @@ def process_unchanged(what: str) -> Iterator[None]:
 @contextmanager
 def unchanged(model: nn.Module, what: str) -> Iterator[None]:
     """Model and process are as before, however the block ends."""
+    with model_unchanged(model, what), process_unchanged(what):
+        yield
+
+
+@contextmanager
+def model_unchanged(model: nn.Module, what: str) -> Iterator[None]:
+    """The model is as before, however the block ends."""
     before = fingerprint(model)
     try:
-        with process_unchanged(what):
-            yield
+        yield
     finally:
         check_same(before, fingerprint(model), f"{what}: the model")

@@ -98,7 +98,6 @@ def embedded(model: nn.Module, pruned: nn.Module, twins: tuple[nn.Module, nn.Mod
     for name, axes in reading_axes(dense):  # one weight may be read in several ways
         reads[name] = (*reads.get(name, ()), *axes)
     with torch.no_grad():
-        _gain_biases(dense, small)
         for name, tensor in dense.named_parameters(remove_duplicate=False):
             if small[name].shape == tensor.shape:
                 tensor.copy_(small[name])
@@ -110,17 +109,24 @@ def embedded(model: nn.Module, pruned: nn.Module, twins: tuple[nn.Module, nn.Mod
                 gone = torch.ones(tensor.shape[axis], dtype=torch.bool)
                 gone[where[axis]] = False
                 tensor.movedim(axis, 0)[gone] = 0
+        _gain_biases(dense, small, tagged, left_of)
     return dense
 
 
-def _gain_biases(dense: nn.Module, small: dict[str, nn.Parameter]) -> None:
-    """Compensation may give a layer a bias that had none."""
+def _gain_biases(
+    dense: nn.Module, small: dict[str, nn.Parameter], tagged: dict[str, Tensor], left_of: dict[str, Tensor]
+) -> None:
+    """Compensation may give a layer a bias that had none; outputs that the layer has lost get zeros in it."""
     known = dict(dense.named_parameters(remove_duplicate=False))
     for name, parameter in small.items():
         path, _, key = name.rpartition(".")
         if name not in known:
             assert key == "bias", f"pruning has added {name}"
-            dense.get_submodule(path).bias = nn.Parameter(parameter.detach().clone())
+            layer, weight = dense.get_submodule(path), f"{path}.weight"
+            axis = 1 if getattr(layer, "transposed", False) else 0
+            bias = torch.zeros(tagged[weight].shape[axis], dtype=parameter.dtype)
+            bias[left(left_of[weight], tagged[weight])[axis]] = parameter
+            layer.bias = nn.Parameter(bias)
 
 
 def trains(model: nn.Module, batch: Any) -> set[str] | str:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ispasp.calibrate.rows import count_examples, first_of
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError, SurgeryError
-from ispasp.graph.trace import Batch, evaluating, run
+from ispasp.graph.trace import Batch, evaluating, run_and_restore
 
 Evaluate = Callable[[nn.Module], Any]
 _EXAMPLES = 256  # of which predictions are compared
@@ -107,14 +107,20 @@ class Judge:
                 self.examples += count_examples(part)
         try:
             with evaluating(model):
-                self._dense = [_predicted(run(model, batch), batch) for batch in self._batches]
+                self._dense = [_predicted(run_and_restore(model, batch), batch) for batch in self._batches]
         except Exception as error:
             raise InputError(f"the model does not run on a held-out batch: {type(error).__name__}: {error}") from error
 
     def agreement(self, model: nn.Module, team: Team) -> Agreement:
         """Run the pruned model over the same batches and compare, with the batches of all machines."""
         with team.together("the comparison of predictions"), evaluating(model):
-            pruned = [_predicted(run(model, batch), batch) for batch in self._batches]
+            try:
+                pruned = [_predicted(run_and_restore(model, batch), batch) for batch in self._batches]
+            except Exception as error:
+                raise SurgeryError(
+                    f"the pruned model fails on a batch that the dense one ran on ({type(error).__name__}: {error}): "
+                    "the model is as it was; check that its forward does the same on every call"
+                ) from error
             mine = torch.zeros(6, dtype=torch.float64)
             for a, b in zip(self._dense, pruned, strict=True):
                 mine[:4] += _compared(a, b)
@@ -129,7 +135,7 @@ def check_runs(model: nn.Module, batch: Batch) -> None:
     """The pruned model runs on a batch as it was given, of which only a part was calibrated with."""
     try:
         with evaluating(model):
-            run(model, batch)
+            run_and_restore(model, batch)
     except Exception as error:
         raise SurgeryError(
             f"the pruned model fails on a whole batch ({type(error).__name__}: {error}): its forward takes another way "
@@ -164,7 +170,8 @@ def _main(output: Any) -> tuple[Tensor | None, bool]:
     """The tensor that holds predictions, and whether its name says so: `logits`, else the first one of numbers."""
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
         return output["logits"], True
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and not leaf.is_complex()]
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [t for t in tensors if not (t.is_complex() or t.is_quantized) and t.layout is torch.strided]
     return next((t for t in leaves if t.is_floating_point() and t.ndim), next(iter(leaves), None)), False
 
 

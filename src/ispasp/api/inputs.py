@@ -19,7 +19,7 @@ from ispasp.calibrate.limit import first_pair, most_examples
 from ispasp.calibrate.rows import count_examples, first_examples
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError, TraceError
-from ispasp.graph.trace import Batch, run
+from ispasp.graph.trace import Batch, run_and_restore
 from ispasp.surgery.fold import Folding
 
 
@@ -122,9 +122,9 @@ def _try(model: nn.Module, batch: Batch) -> Batch:
     small = first_examples(batch)
     if small is not None:
         with suppress(Exception):
-            run(model, small)
+            run_and_restore(model, small)
             return small
-    run(model, batch)
+    run_and_restore(model, batch)
     return batch
 
 

@@ -163,7 +163,10 @@ class Proof:
         """The pruned module's outputs on a batch, and its errors at the layers that can be watched."""
         with all_or_nothing() as undo, _watching({layer for layer, _ in self._calls.values()}) as seen:
             set_values(model, run.values, plan, undo)
-            found = output_of(model, run.batch)
+            try:
+                found = output_of(model, run.batch)
+            except Exception as error:
+                raise SurgeryError(_fails(run.batch, error)) from error
             undo.run()
         errors = {}
         for number, (layer, call) in _calls(run.circuit, self._setting).items():
@@ -186,11 +189,14 @@ def _check_runs(model: nn.Module, batch: Batch) -> None:
         except Exception:
             output_of(model, batch)
     except Exception as error:
-        shapes = signature(batch)[1:]
-        raise SurgeryError(
-            f"the pruned model fails on a batch of shapes {shapes} ({type(error).__name__}: {error}): the model is as "
-            "it was; calibrate with batches of one shape and report this"
-        ) from error
+        raise SurgeryError(_fails(batch, error)) from error
+
+
+def _fails(batch: Batch, error: Exception) -> str:
+    return (
+        f"the pruned model fails on a batch of shapes {signature(batch)[1:]} ({type(error).__name__}: {error}): the "
+        "model is as it was; check that its forward does the same on every call, or calibrate with batches of one shape"
+    )
 
 
 def _calls(circuit: Circuit, setting: Setting) -> dict[int, tuple[nn.Module, int]]:

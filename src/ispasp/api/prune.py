@@ -24,9 +24,8 @@ from ispasp.calibrate.batches import InputOf
 from ispasp.calibrate.gradients import Loss
 from ispasp.calibrate.limit import Limit
 from ispasp.calibrate.team import Team, team
-from ispasp.errors import InputError
 from ispasp.graph.process import one_at_a_time
-from ispasp.graph.trace import evaluating
+from ispasp.graph.trace import check_model, evaluating
 from ispasp.graph.wrappers import plain
 from ispasp.integrations.offload import materialised
 from ispasp.select import Score, Selector
@@ -151,8 +150,7 @@ def _started(arguments: dict[str, Any], *, copy: bool) -> Result:
     model, batches = arguments.pop("model"), arguments.pop("batches")
     with torch.inference_mode(False), team(_timeout(arguments)) as ranks:  # inference tensors could never be trained
         with ranks.together("the check of the arguments"):
-            if not isinstance(model, nn.Module):
-                raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+            check_model(model)
             with one_at_a_time(), plain(model) as inner:  # no other thread has fake tensors in this very model now
                 chosen = options_for(inner, arguments)  # wrong options are told before a large model is copied
                 model = copied(inner) if copy else model

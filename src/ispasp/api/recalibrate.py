@@ -9,7 +9,7 @@ from torch import nn
 
 from ispasp.calibrate.team import Team
 from ispasp.errors import InputError
-from ispasp.graph.trace import Batch, run
+from ispasp.graph.trace import Batch, run_and_restore
 from ispasp.surgery.remove import Undo, set_data
 
 
@@ -51,7 +51,7 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
 
 def _run(model: nn.Module, batch: Batch, number: int) -> None:
     try:
-        run(model, batch)
+        run_and_restore(model, batch)
     except ValueError as error:  # torch says so of a BatchNorm that gets one value for each channel
         raise InputError(
             f"BatchNorm cannot be recalibrated on batch {number}: {error}; pass larger batches, or recalibrate=False"

@@ -10,12 +10,13 @@ from torch import nn
 
 from ispasp.api.widths import Keep, widths
 from ispasp.calibrate.batches import one_batch
+from ispasp.calibrate.rows import count_examples
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.graph.analyse import Analysis, Found, analyse, owner
 from ispasp.graph.atoms import resolve
 from ispasp.graph.cost import CostModel, cost_model, unit_cost
 from ispasp.graph.process import one_at_a_time
-from ispasp.graph.trace import Batch
+from ispasp.graph.trace import Batch, check_model
 from ispasp.graph.wrappers import plain
 from ispasp.report import Column, Sheet, told
 from ispasp.surgery import attributes
@@ -142,6 +143,7 @@ def survey(
     >>> [str(row) for row in found.frozen]
     ['2: reaches the model output']
     """
+    check_model(model)
     with one_at_a_time(), plain(model) as inner:
         return survey_kinds(inner, one_batch(inner, batch), (), scope=scope, kinds=kinds, check=check)
 
@@ -162,6 +164,9 @@ def survey_kinds(
     """
     check_scope(scope)
     chosen = kinds_of(kinds)
+    check_model(model)
+    if any(count_examples(each) == 0 for each in (batch, *also)):
+        raise InputError("the batch holds no examples: pass at least one")
     with one_at_a_time(), folding(model, folds) as layers:
         folded = to_fold(model, batch, also)
         layers.fold(folded)

@@ -168,6 +168,8 @@ def placed(batch: Any, model: nn.Module) -> Batch:
         batch = dict(batch)
     elif isinstance(batch, (tuple, list)) and any(isinstance(part, Mapping) for part in batch):
         batch = tuple(dict(part) if isinstance(part, Mapping) else part for part in batch)
+    if any(leaf.is_meta for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)):
+        raise InputError("a batch is on the meta device and has no values: pass tensors that hold data")
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 

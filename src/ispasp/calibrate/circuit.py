@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ispasp.errors import InputError
+from ispasp.errors import InputError, TraceError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.ops import Operand, output_channels
 from ispasp.graph.tails import Tail, tail
@@ -107,6 +107,13 @@ class Circuit:
                 values[node] = tensors[source.name]
         return values
 
+    def written(self, tensors: Mapping[str, Tensor]) -> Values:
+        """Copies of buffers and constants that ops write into, such as moving averages: each passage has its own."""
+        nodes = [node for node in self.trace.graph.find_nodes(op="placeholder") if node in self.writes]
+        names = {node: self.trace.sources[node.name].name for node in nodes}
+        known = {**self.trace.constants, **tensors}
+        return {node: known[name].detach().clone() for node, name in names.items() if name in known}
+
     def inputs(self, batch: Batch) -> Values:
         """Values of the placeholders that are inputs."""
         leaves = iter(pytree.tree_leaves(call_arguments(batch)))
@@ -163,9 +170,14 @@ def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> An
         return args[0]
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
-    except RuntimeError as error:
-        if node.target not in _ASSERTIONS:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
             raise
+        if node.target not in _ASSERTIONS:
+            raise TraceError(
+                f"the traced graph fails at {node.name} ({type(error).__name__}: {str(error)[:300]}): check that the "
+                "model runs on every batch, and does the same on every call"
+            ) from error
         raise InputError(
             f"a batch takes another way through the model than the first one ({error}): its forward branches on the "
             "values of tensors; calibrate with batches that go the same way"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.calibrate.rows import count_examples, first_of, is_rows
-from ispasp.graph.trace import Batch, evaluating, run
+from ispasp.graph.trace import Batch, evaluating, run_and_restore
 from ispasp.graph.wrappers import unwrapped
 
 NAMES = ("labels", "label")  # of labels in a dict
@@ -141,7 +141,7 @@ def runs(model: nn.Module, batch: Batch, labels: Labels = _NONE) -> bool:
 def _tried(model: nn.Module, inputs: Batch) -> bool:
     try:
         with evaluating(model):
-            run(model, inputs)
+            run_and_restore(model, inputs)
     except Exception:  # a model may raise anything; it is told where the model is run in earnest
         return False
     return True

@@ -47,7 +47,7 @@ class Passage:
         self._precise = precise
         self.fixed = circuit.parameters(tensors)
         self._at = 0
-        inputs = circuit.inputs(batch)
+        inputs = {**circuit.inputs(batch), **circuit.written({**tensors, **edits.tensors})}
         self._pruned: Values = widened(inputs) if precise else inputs
         self._dense: Values | None = None
 
@@ -170,7 +170,7 @@ class Passage:
 
     def _fetch(self, node: fx.Node, values: Values, *, edited: bool) -> tuple[Any, Any]:
         def look_up(n: fx.Node) -> Any:
-            if n.op == "placeholder" and n in self.fixed:
+            if n.op == "placeholder" and n in self.fixed and n not in values:
                 return self._edits.tensors.get(self._name(n), self.fixed[n]) if edited else self.fixed[n]
             return values[n]
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,15 +31,20 @@ def one_at_a_time() -> Iterator[None]:
     """A block that one thread of the process runs at a time; others wait for their turn.
 
     torch.export patches modules while it traces, and seeds belong to the process: calls cannot run side by side. The
-    same thread may enter again. Random numbers and global settings of torch are put back at the end.
+    same thread may enter again. Random numbers and global settings of torch are put back at the end. Inside a
+    `with torch.device("meta")` new tensors are on the CPU: those of the meta device have no values.
 
     >>> with one_at_a_time(), one_at_a_time():
     ...     done = "in turn"
     >>> done
     'in turn'
     """
-    with _turn, settings_kept(), random_numbers_kept():
+    with _turn, settings_kept(), random_numbers_kept(), _with_values():
         yield
+
+
+def _with_values() -> Any:
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
 @contextmanager
@@ -75,9 +80,13 @@ def settings_kept() -> Iterator[None]:
     torch.float32
     """
     before = [(put, get()) for get, put in _SETTINGS]
+    functorch: Any = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
     try:
         yield
     finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:  # a torch.vmap that failed half-way
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         for (put, value), (get, _) in zip(before, _SETTINGS, strict=True):
             if get() != value:
                 put(value)

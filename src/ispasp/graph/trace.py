@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ispasp.errors import TraceError
+from ispasp.errors import InputError, TraceError
 from ispasp.graph.caches import without_cache, without_cache_inputs
+from ispasp.graph.hooks import Place, alike, left_out, other_values, silent_hooks, users_hooks
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.graph.process import one_at_a_time, quiet
+from ispasp.graph.state import state_kept
 
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
@@ -85,13 +88,22 @@ def run(model: nn.Module, batch: Batch) -> Any:
     return model(*args, **kwargs)
 
 
+def run_and_restore(model: nn.Module, batch: Batch) -> Any:
+    """`run`, after which the model is as before: a forward may count its calls or keep moving averages."""
+    with state_kept(model):
+        return run(model, batch)
+
+
 @contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode (or training mode) and no gradients; every module's own mode is restored, as are those in its place.
 
-    Under autocast it keeps no converted weights: surgery puts others into the same parameters.
+    So are random generators that modules hold. Under autocast it keeps no converted weights: surgery puts others into
+    the same parameters.
     """
     modes = {path: (module, module.training) for path, module in model.named_modules()}
+    held = [v for module, _ in modes.values() for v in vars(module).values() if isinstance(v, torch.Generator)]
+    states = [(generator, generator.get_state()) for generator in held]  # graphs draw from them, too
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.clear_autocast_cache()
@@ -106,17 +118,38 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         for path, module in model.named_modules():
             if path in modes:  # surgery may have put another module there
                 module.training = modes[path][1]
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no model whose forward and tensors can be looked at."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is a TorchScript module: pass the nn.Module that it was made from")
+    lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
+    if lazy:
+        raise InputError(f"{lazy[0]!r} is not initialised yet: call model(batch) once, then prune")
 
 
 def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     """Trace one call of the model (eval mode unless `training`, no gradients, non-strict)."""
-    args, kwargs = fresh_arguments(batch)
+    check_model(model)
     # Tracing puts fake tensors into the model for a while: Ctrl-C must not leave them there.
-    with one_at_a_time(), uninterrupted(), evaluating(model, training=training), _silent(model):
+    with one_at_a_time(), uninterrupted(), left_out(_observers(model, batch)):
+        return _traced(model, batch, training=training)
+
+
+def _traced(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
+    args, kwargs = fresh_arguments(batch)
+    with state_kept(model), evaluating(model, training=training), _silent(model):
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as first:
             program = _second_try(model, args, kwargs, first)
+        program = _without_vmap(program)
+    _check_writes(model, program)
     signature = program.graph_signature
     sources: dict[str, Source] = {}
     for spec in signature.input_specs:
@@ -131,6 +164,65 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
         else:
             sources[name] = Source("input", name)
     return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
+
+
+def _observers(model: nn.Module, batch: Batch) -> list[Place]:
+    """The users' hooks that take no part in what the model computes: they are no part of its graph, either.
+
+    A hook that changes nothing may still keep an activation for the forward to read later on. Then a graph without it
+    holds a constant there, and gives something else than the model for other inputs.
+    """
+    hooks = users_hooks(model)
+    if not hooks:
+        return []
+    with evaluating(model):
+        try:
+            silent = silent_hooks(model, lambda: run_and_restore(model, batch))
+        except Exception:  # the model does not run, as the trace will tell
+            return hooks
+        try:
+            with left_out(silent):
+                traced = _traced(model, batch)
+        except TraceError:
+            return []
+        with suppress(Exception), state_kept(model), torch.random.fork_rng(devices=[]):
+            other = other_values(batch)
+            expected = run_and_restore(model, other)
+            values = placeholders(traced, model, other)
+            nodes = traced.graph.find_nodes(op="placeholder")
+            found = fx.Interpreter(traced.module).run(*(values[node.name] for node in nodes))
+            return silent if alike(found, expected) else []
+    return silent
+
+
+def _check_writes(model: nn.Module, program: Any) -> None:
+    """Refuse a forward that changes parameters: they are not copied, so they could not be put back."""
+    parameters = {
+        spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.kind.name == "PARAMETER"
+    }
+    memory: dict[str, str] = {name: name for name in parameters}  # node -> the parameter whose memory it lies in
+    for node in program.graph.nodes:
+        arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+        for given, argument in zip(node.args, arguments, strict=False):
+            if argument.alias_info is None or not isinstance(given, fx.Node) or given.name not in memory:
+                continue
+            memory[node.name] = memory[given.name]
+            if argument.alias_info.is_write:
+                raise TraceError(
+                    f"the forward of {type(model).__name__} writes into its parameter "
+                    f"{parameters[memory[given.name]]!r}: compute the new value instead of changing it in place"
+                )
+
+
+def _without_vmap(program: Any) -> Any:
+    """The program without torch.vmap, whose nodes come in pairs that nobody may stop between: on batched tensors."""
+    if not any("functorch" in getattr(node.target, "__module__", "") for node in program.graph.nodes):
+        return program
+    program = program.run_decompositions({})
+    (output,) = program.graph.find_nodes(op="output")
+    specs = program.graph_signature.output_specs
+    output.args = (tuple(a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"),)
+    return program
 
 
 class _DependsOnDataError(Exception):

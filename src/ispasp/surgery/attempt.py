@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.graph.trace import Batch, evaluating, run
+from ispasp.errors import TraceError
+from ispasp.graph.state import state_kept
+from ispasp.graph.trace import Batch, evaluating, run_and_restore
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.verify import output_of
 
@@ -53,25 +55,26 @@ def _again(model: nn.Module, batch: Batch) -> list[Tensor] | Failure:
 
 
 def trains(model: nn.Module, batch: Batch) -> bool:
-    """Whether the model runs in training mode; buffers that change on the way are put back."""
-    before = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    """Whether the model runs in training mode; what changes in it on the way is put back."""
     try:
         with evaluating(model, training=True), torch.random.fork_rng(devices=[]):
-            run(model, batch)
+            run_and_restore(model, batch)
     except Exception:
         return False
-    finally:
-        with torch.no_grad():
-            for buffer, value in before.items():
-                buffer.copy_(value)
     return True
 
 
 def shapes_of(model: nn.Module, batch: Batch) -> dict[str, list[list[Shape]]]:
     """For every module the shapes of the tensors it returned, call by call."""
     shapes: dict[str, list[list[Shape]]] = {}
-    with _watching(model, [], shapes):
-        output_of(model, batch)
+    try:
+        with _watching(model, [], shapes):
+            output_of(model, batch)
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} fails on a batch on which it ran before ({type(error).__name__}: "
+            f"{str(error)[:300]}): its forward must do the same on every call"
+        ) from error
     return shapes
 
 
@@ -97,7 +100,7 @@ def _watching(model: nn.Module, stack: list[Frame], shapes: dict[str, list[list[
 
 def call(frame: Frame) -> list[Shape] | None:
     """Shapes that the frame's module returns when called again, None if it fails."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), state_kept(frame.module):
         try:
             return [tuple(t.shape) for t in tensors_in(frame.module(*frame.args, **frame.kwargs))]
         except Exception:

@@ -20,7 +20,9 @@ def proves_nothing(tensor: Tensor) -> bool:
     >>> proves_nothing(torch.zeros(2)), proves_nothing(torch.tensor([0.0, 1.0])), proves_nothing(torch.zeros(2).int())
     (True, False, False)
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.is_meta:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return False
+    if tensor.is_meta or tensor.layout is not torch.strided:
         return False
     return not bool(tensor.any()) or not bool(torch.isfinite(tensor).all())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ispasp.graph.trace import Batch, Trace, evaluating, run
+from ispasp.graph.trace import Batch, Trace, evaluating, run_and_restore
 from ispasp.surgery.masking import tensors_in
 
 # Hundreds of layers lose two to four digits of 2^-53 and 2^-24. Half precision keeps 11 and 8 bits: a single wrong unit
@@ -37,7 +37,7 @@ def output_of(model: nn.Module, batch: Batch) -> list[Tensor]:
     """Tensors that the model returns in eval mode, random numbers seeded."""
     with evaluating(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return tensors_in(run(model, batch))
+        return tensors_in(run_and_restore(model, batch))
 
 
 def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Comparison:
@@ -54,7 +54,7 @@ def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Comparison:
     """
     if [tuple(t.shape) for t in found] != [tuple(t.shape) for t in expected]:
         return Comparison(math.inf, 0)
-    parts = [_compare(a, b.to(a.device)) for a, b in zip(found, expected, strict=True)]
+    parts = [_compare(_strided(a), _strided(b).to(a.device)) for a, b in zip(found, expected, strict=True)]
     error = max((p.error for p in parts), default=0.0)
     flipped = max((p.flipped for p in parts), default=0.0)
     return Comparison(error, sum(p.entries for p in parts), flipped)
@@ -64,6 +64,13 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
     """The error alone; whole numbers count where more differ than rounding flips."""
     outcome = compare(found, expected)
     return outcome.error if outcome.flipped <= _FLIPPED else max(outcome.error, outcome.flipped)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The values of a tensor of any kind."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _compare(a: Tensor, b: Tensor) -> Comparison:

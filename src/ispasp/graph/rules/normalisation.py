@@ -9,7 +9,7 @@ from torch import fx
 
 from ispasp.graph.atoms import Reason, flatten, freeze, length, split
 from ispasp.graph.track import Tracker, rule
-from ispasp.graph.values import Value
+from ispasp.graph.values import Value, fresh
 
 aten = torch.ops.aten
 
@@ -29,6 +29,22 @@ def batch_norm(t: Tracker, node: fx.Node, x: Value, training: bool, **arguments:
         others = [dim for dim in range(len(x.axes)) if dim != 1]
         t.freeze(node, x, others, "batch statistics average over this axis")
     return _each_channel(t, node, x, arguments)
+
+
+@rule(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_in_eval(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
+    """What batch_norm becomes where torch.vmap is taken apart: the output, and two tensors for a backward pass."""
+    rest = fresh(node, Reason("is kept for a backward pass", node.name))
+    return [_each_channel(t, node, x, arguments), *rest[1:]]
+
+
+@rule(aten._native_batch_norm_legit_functional.default)
+def batch_norm_in_training(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
+    """The same in training mode, with new running statistics beside."""
+    others = [dim for dim in range(len(x.axes)) if dim != 1]
+    t.freeze(node, x, others, "batch statistics average over this axis")
+    out = _each_channel(t, node, x, arguments)
+    return [out, *(Value((out.axes[1],)) for _ in range(4))]
 
 
 @rule(aten.instance_norm.default)
