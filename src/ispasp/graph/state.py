@@ -89,7 +89,8 @@ class _Snapshot:
         def restore() -> None:
             if type(holder) is not cls:
                 holder.__class__ = cls
-            if not _same_items(attributes, before):
+            now, then = list(attributes.items()), list(before.items())
+            if len(now) != len(then) or not all(map(_same, now, then)):
                 attributes.clear()
                 attributes.update(before)
 
@@ -98,19 +99,17 @@ class _Snapshot:
             self._take(value, depth + 1)
 
     def _take_container(self, value: Any, depth: int) -> None:
-        keyed = isinstance(value, dict)
-        before = dict(value) if keyed else list(value)
+        items = list(value.items() if isinstance(value, dict) else value)
+        before = dict(items) if isinstance(value, dict) else items
 
         def restore() -> None:
-            if keyed and not _same_items(value, before):
+            now = list(value.items() if isinstance(value, dict) else value)
+            if len(now) != len(items) or not all(map(_same, now, items)):
                 value.clear()
-                value.update(before)
-            elif not keyed and not (len(value) == len(before) and all(map(_is, value, before))):
-                value.clear()
-                value.update(before) if isinstance(value, set) else value.extend(before)
+                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
 
         self._steps.append(restore)
-        for item in list(before.values()) if isinstance(before, dict) else before:
+        for item in value.values() if isinstance(value, dict) else items:
             self._take(item, depth + 1)
 
     def _take_tensor(self, tensor: Tensor) -> None:
@@ -133,12 +132,11 @@ def _is_plain_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and package not in ("builtins", "torch", "threading")
 
 
-def _same_items(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return len(now) == len(before) and all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True))
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _same(a: Any, b: Any) -> bool:
+    """Whether two items of a container are the same objects; a dictionary's are pairs of key and value."""
+    return a is b or (
+        type(a) is type(b) is tuple and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    )
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

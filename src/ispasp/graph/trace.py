@@ -188,11 +188,20 @@ def _observers(model: nn.Module, batch: Batch) -> list[Place]:
         with suppress(Exception), state_kept(model), torch.random.fork_rng(devices=[]):
             other = other_values(batch)
             expected = run_and_restore(model, other)
-            values = placeholders(traced, model, other)
-            nodes = traced.graph.find_nodes(op="placeholder")
-            found = fx.Interpreter(traced.module).run(*(values[node.name] for node in nodes))
+            found = _run_graph(traced, model, other)
             return silent if alike(found, expected) else []
     return silent
+
+
+def _run_graph(traced: Trace, model: nn.Module, batch: Batch) -> Any:
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **traced.constants,
+    }
+    inputs = iter(pytree.tree_leaves(fresh_arguments(batch)))
+    sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
+    return fx.Interpreter(traced.module).run(*(next(inputs) if s.kind == "input" else tensors[s.name] for s in sources))
 
 
 def _check_writes(model: nn.Module, program: Any) -> None:
