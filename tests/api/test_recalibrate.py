@@ -71,7 +71,7 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was() -> None:
     before = {key: value.clone() for key, value in dense.state_dict().items()}
     one = torch.randn(1, 5, dtype=torch.float64)
     with pytest.raises(
-        ispasp.errors.InputError, match="batch 1: Expected more than 1 value per channel.*pass larger batches"
+        ispasp.errors.InputError, match="batch 1 .*Expected more than 1 value per channel.*pass larger batches"
     ):
         ispasp.prune_(dense, [torch.randn(6, 5, dtype=torch.float64), one], recalibrate=True, progress=False)
     assert dense.state_dict().keys() == before.keys()

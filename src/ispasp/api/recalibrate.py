@@ -52,9 +52,10 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
 def _run(model: nn.Module, batch: Batch, number: int) -> None:
     try:
         run_and_restore(model, batch)
-    except ValueError as error:  # torch says so of a BatchNorm that gets one value for each channel
+    except Exception as error:  # torch refuses a BatchNorm that gets one value for each channel
         raise InputError(
-            f"BatchNorm cannot be recalibrated on batch {number}: {error}; pass larger batches, or recalibrate=False"
+            f"BatchNorm cannot be recalibrated on batch {number} ({type(error).__name__}: {error}): pass larger "
+            "batches, or recalibrate=False"
         ) from error
 
 
