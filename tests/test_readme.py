@@ -17,7 +17,9 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/theory.md", "docs/vision.md", "docs/language-models.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/guide.md", "docs/theory.md", "docs/vision.md", "docs/language-models.md"]
+)
 def test_the_examples_run(page: str) -> None:
     examples = blocks(ROOT / page, "python")
     assert examples

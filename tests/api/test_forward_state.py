@@ -235,7 +235,7 @@ def test_calls_inside_a_meta_device_context() -> None:
 @pytest.mark.parametrize("second", [X.double(), torch.ones(9, 8, dtype=torch.long)])
 def test_another_dtype_in_the_second_batch(second: Tensor) -> None:
     with pytest.raises(IspaspError, match="dtype"):
-        ispasp.prune(nn.Sequential(*two()), [X, second], progress=False)
+        ispasp.prune(nn.Sequential(*two()), [(X,), (second,)], progress=False)
 
 
 def test_a_second_batch_that_an_op_refuses() -> None:
