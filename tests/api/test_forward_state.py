@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -120,7 +121,7 @@ def test_a_forward_that_writes_into_parameters_is_refused() -> None:
 @pytest.mark.parametrize("verb", ["survey", "prune", "prune_"])
 def test_hooks_that_look_on_get_no_fake_tensors(verb: str) -> None:
     seen: set[type] = set()
-    model = nn.Sequential(*two())
+    model, threads = nn.Sequential(*two()), threading.active_count()
     model[0].register_forward_hook(lambda module, args, out: seen.add(type(out)))
     model[2].register_forward_pre_hook(lambda module, args: seen.add(type(args[0])))
     model[1].register_forward_hook(lambda module, args, kwargs, out: seen.add(type(out)), with_kwargs=True)
@@ -136,6 +137,7 @@ def test_hooks_that_look_on_get_no_fake_tensors(verb: str) -> None:
     finally:
         everywhere.remove()
     assert seen == {Tensor}
+    assert threading.active_count() == threads  # fx.Interpreter would start one
 
 
 def test_a_hook_that_keeps_an_activation_for_the_forward_takes_part() -> None:

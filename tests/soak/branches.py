@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def run(case: Case) -> None:
     small = ispasp.apply_(copy.deepcopy(twin), result.plan)
     masked = embedded(model, result.model, (twin, small))
     if options.get("recalibrate"):
-        copy_statistics(result.model, masked)
+        copy_statistics(result.model, masked, result.plan.kept.get("body"))
     for mode in (False, True):
         for number, given in enumerate(batches):
             check_answer(case, result.model, masked, given, mode, before[mode][number])
@@ -104,10 +105,12 @@ def close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=tolerance * 10, atol=max(size, 1e-6) * tolerance * 100, equal_nan=True)
 
 
-def copy_statistics(pruned: nn.Module, masked: nn.Module) -> None:
-    """BatchNorm statistics that were estimated anew belong to the channels that stay."""
+def copy_statistics(pruned: nn.Module, masked: nn.Module, kept: Sequence[int] | None) -> None:
+    """BatchNorm statistics that were estimated anew belong to the channels that stay, of the layer before."""
     for path, module in pruned.named_modules():
         if isinstance(module, nn.BatchNorm1d):
             norm = masked.get_submodule(path)
-            check(norm.num_features == module.num_features, "")
-            norm.load_state_dict(module.state_dict())
+            channels = list(range(norm.num_features) if kept is None else kept)
+            check(len(channels) == module.num_features, "a BatchNorm has other channels than the plan says")
+            for leaf in ("running_mean", "running_var"):
+                getattr(norm, leaf)[channels] = getattr(module, leaf)
