@@ -201,7 +201,7 @@ def _run_graph(traced: Trace, model: nn.Module, batch: Batch) -> Any:
     }
     inputs = iter(pytree.tree_leaves(fresh_arguments(batch)))
     sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
-    return traced.module(*(next(inputs) if s.kind == "input" else tensors[s.name] for s in sources))
+    return traced.module.forward(*(next(inputs) if s.kind == "input" else tensors[s.name] for s in sources))
 
 
 def _check_writes(model: nn.Module, program: Any) -> None:
