@@ -132,7 +132,7 @@ def test_floats_are_not_normalised() -> None:
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="needs pip install 'ispasp[vision]'")
 def test_torchvision_reads_images_as_its_weights_want(tmp_path: Path) -> None:
-    from ispasp.experiments._torchvision import import_torchvision
+    from ispasp.integrations.torchvision import import_torchvision
 
     weights = import_torchvision().models.get_model_weights("mobilenet_v2").IMAGENET1K_V2
     loaded = load_model("torchvision:mobilenet_v2")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import ispasp
-from ispasp.experiments import zoo
-from ispasp.experiments.zoo.coverage import count_macs, count_params, random_units
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.verify import output_of, relative_error
+from ispasp_lab import zoo
+from ispasp_lab.zoo.coverage import count_macs, count_params, random_units
 from support.zoo import case
 
 NOTHING = {  # networks in which nothing can go -> a part of the reason

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ispasp
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 
 pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
 import_torchvision()  # transformers imports it where it is installed

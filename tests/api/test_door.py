@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import ispasp
 from ispasp.api.options import Options
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 from ispasp.select import ByScore, Scored, Selection, Selector, Statistics, sum_by_unit
 from support.nets import Encoder, alive, mlp
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ispasp.api.finetune import finetune
 from ispasp.errors import InputError
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 from ispasp.train import AdamW, Sgd, Teacher
 from ispasp.train.objective import Objective, distance
 from ispasp.train.recipe import SCHEDULES

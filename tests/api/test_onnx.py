@@ -62,8 +62,8 @@ def test_pruned_cnn(runtime: Any, tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 def test_pruned_bert(runtime: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
-    from ispasp.experiments._torchvision import import_torchvision
-    from ispasp.experiments.zoo.tiny import ENCODER
+    from ispasp.integrations.torchvision import import_torchvision
+    from ispasp_lab.zoo.tiny import ENCODER
 
     with contextlib.suppress(ImportError):
         import_torchvision()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 from ispasp.types.dimension import Cost
 from support.nets import Encoder, ResNet, alive, mlp
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ispasp
-from ispasp.experiments import zoo
-from ispasp.experiments.zoo.coverage import count_params
+from ispasp_lab import zoo
+from ispasp_lab.zoo.coverage import count_params
 from support.zoo import case
 
 NOTHING = ("plain/maxout", "plain/lstm", "plain/gru")  # nothing can go there

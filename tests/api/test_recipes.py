@@ -14,8 +14,8 @@ from torch import nn
 
 import ispasp
 from ispasp.api.recipes import Recipe, recipes
-from ispasp.experiments._torchvision import import_torchvision
-from ispasp.experiments.bench import recipes as experiment
+from ispasp.integrations.torchvision import import_torchvision
+from ispasp_lab.benchmarks import recipes as experiment
 
 requires_vision = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None,

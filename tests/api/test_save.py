@@ -82,12 +82,12 @@ def encoder() -> nn.Module:
 
 def huggingface(name: str, **more: Any) -> nn.Module:
     pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
-    import_torchvision = pytest.importorskip("ispasp.experiments._torchvision").import_torchvision
+    import_torchvision = pytest.importorskip("ispasp.integrations.torchvision").import_torchvision
     with contextlib.suppress(ImportError):
         import_torchvision()
     import transformers
 
-    from ispasp.experiments.zoo.tiny import DECODER, ENCODER
+    from ispasp_lab.zoo.tiny import DECODER, ENCODER
 
     cls = getattr(transformers, name)
     return cls(cls.config_class(**{**(ENCODER if name.startswith("Bert") else DECODER), **more}))

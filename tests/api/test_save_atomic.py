@@ -49,10 +49,10 @@ def pruned(kept: int) -> tuple[nn.Module, Plan]:
 def bert(kept: int) -> tuple[nn.Module, Plan]:
     pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
     with contextlib.suppress(ImportError):
-        pytest.importorskip("ispasp.experiments._torchvision").import_torchvision()
+        pytest.importorskip("ispasp.integrations.torchvision").import_torchvision()
     import transformers
 
-    from ispasp.experiments.zoo.tiny import ENCODER
+    from ispasp_lab.zoo.tiny import ENCODER
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(kept)

@@ -111,8 +111,8 @@ def test_random_networks(network: Network, data: st.DataObject) -> None:
 
 def huggingface(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
-    from ispasp.experiments._torchvision import import_torchvision
-    from ispasp.experiments.zoo.tiny import DECODER, ENCODER
+    from ispasp.integrations.torchvision import import_torchvision
+    from ispasp_lab.zoo.tiny import DECODER, ENCODER
 
     with contextlib.suppress(ImportError):
         import_torchvision()

@@ -272,7 +272,7 @@ def test_bad_input_is_refused(changes: dict[str, object], message: str) -> None:
 def resnet18() -> ispasp.Survey:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("needs torchvision: pip install 'ispasp[vision]'")
-    from ispasp.experiments._torchvision import import_torchvision
+    from ispasp.integrations.torchvision import import_torchvision
 
     model = import_torchvision().models.resnet18()
     return ispasp.survey(model, torch.zeros(1, 3, 64, 64), scope="all", check=False)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from accelerate.commands.launch import main
 
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 
 # Without a GPU and with --cpu, accelerate starts several processes by mpirun only; --multi_gpu starts them as torchrun.
 TWO = (

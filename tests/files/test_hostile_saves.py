@@ -176,10 +176,10 @@ def test_configs_that_describe_something_huge(change: dict[str, Any], tmp_path: 
 def tiny_bert() -> dict[str, bytes]:
     pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
     with contextlib.suppress(ImportError):
-        pytest.importorskip("ispasp.experiments._torchvision").import_torchvision()
+        pytest.importorskip("ispasp.integrations.torchvision").import_torchvision()
     import transformers
 
-    from ispasp.experiments.zoo.tiny import ENCODER
+    from ispasp_lab.zoo.tiny import ENCODER
 
     config = transformers.BertConfig(**{**ENCODER, "num_hidden_layers": 1})
     model = transformers.BertForSequenceClassification(config).eval()

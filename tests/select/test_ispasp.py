@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from ispasp import reference
 from ispasp.calibrate import measure
 from ispasp.select import ISpaSP, TopK, i_spasp, select_units
 from ispasp.select.coupling import activation, couplings
 from ispasp.select.ordering import descending
 from ispasp.types import ConvConsumer, LinearConsumer, Selection, Statistics
 from ispasp.types.geometry import Geometry
+from ispasp_lab import reference
 from support.problems import Problem, problems
 
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from ispasp.experiments import zoo
-from ispasp.experiments._torchvision import import_torchvision
-from ispasp.experiments.zoo.case import Case
+from ispasp.integrations.torchvision import import_torchvision
+from ispasp_lab import zoo
+from ispasp_lab.zoo.case import Case
 
 
 @cache

@@ -7,7 +7,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ispasp import reference
 from ispasp.errors import InputError
 from ispasp.theory import (
     RowCompressibility,
@@ -23,6 +22,7 @@ from ispasp.theory import (
     theorem3,
     theorem3_as_printed,
 )
+from ispasp_lab import reference
 
 SEEDS = st.integers(0, 2**31)
 T = 5

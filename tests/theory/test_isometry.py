@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ispasp import reference
 from ispasp.errors import InputError
 from ispasp.theory import assumption1, restricted_isometry
+from ispasp_lab import reference
 
 SEEDS = st.integers(0, 2**31)
 

@@ -10,21 +10,18 @@ import typer
 
 import ispasp
 from ispasp.cli.alive import signs_of_life
-from ispasp.cli.bench import bench
-from ispasp.cli.demo import demo
 from ispasp.cli.evaluate import evaluate
 from ispasp.cli.export import export
 from ispasp.cli.failures import DEBUG, is_usage, one_line
 from ispasp.cli.finetune import finetune
+from ispasp.cli.lab import add_lab
 from ispasp.cli.prune import prune
-from ispasp.cli.reproduce import reproduce
 from ispasp.cli.survey import survey
 
 app = typer.Typer(name="ispasp", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (survey, prune, evaluate, finetune, export, demo):
+for command in (survey, prune, evaluate, finetune, export):
     app.command()(command)
-app.add_typer(reproduce, name="reproduce")
-app.add_typer(bench, name="bench")
+add_lab(app)
 
 
 def _version(wanted: bool) -> None:

@@ -91,7 +91,7 @@ def _synsets(classes: Sequence[str], outputs: int) -> Sequence[str]:
     """ImageNet's own names of its 1,000 classes, such as n01440764, which timm knows."""
     if outputs != 1000 or not all(_SYNSET.fullmatch(name) for name in classes) or find_spec("timm") is None:
         return ()
-    from ispasp.experiments._torchvision import import_torchvision
+    from ispasp.integrations.torchvision import import_torchvision
 
     import_torchvision()  # timm imports it
     from timm.data.imagenet_info import ImageNetInfo

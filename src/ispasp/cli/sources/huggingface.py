@@ -13,8 +13,8 @@ from torch import nn
 from ispasp.cli.sources.loaded import Loaded
 from ispasp.cli.sources.preprocessing import Preprocessing, from_dict
 from ispasp.errors import InputError, MissingExtraError, SaveError
-from ispasp.experiments._torchvision import import_torchvision
 from ispasp.files.reading import read_json
+from ispasp.integrations.torchvision import import_torchvision
 
 _SMALL = 2**20  # bytes of a config
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers

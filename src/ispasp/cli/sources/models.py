@@ -21,7 +21,7 @@ from ispasp.cli.sources.preprocessing import Preprocessing, of_timm, of_torchvis
 from ispasp.cli.sources.saved import load_saved, saved_folder
 from ispasp.cli.sources.weights import fill
 from ispasp.errors import InputError, MissingExtraError
-from ispasp.experiments._torchvision import import_torchvision
+from ispasp.integrations.torchvision import import_torchvision
 
 PRETRAINED = "pretrained"
 _FORMS = (

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.experiments.data.images import IMAGENET as _SCALE
 
 _SIZE, _RESIZE = 224, 256
 _LARGEST = 8192  # pixels of a side that a file may ask for
@@ -30,8 +29,8 @@ class Preprocessing:
 
     size: int = _SIZE
     resize: int = _RESIZE
-    mean: tuple[float, ...] = _SCALE[0]
-    std: tuple[float, ...] = _SCALE[1]
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
     source: str = "ImageNet's defaults"
 

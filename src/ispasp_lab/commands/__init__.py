@@ -1,0 +1,16 @@
+"""What the lab adds to the command `ispasp`: demo, reproduce, bench."""
+
+from __future__ import annotations
+
+import typer
+
+from ispasp_lab.commands.bench import bench
+from ispasp_lab.commands.demo import demo
+from ispasp_lab.commands.reproduce import reproduce
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command()(demo)
+    app.add_typer(reproduce, name="reproduce")
+    app.add_typer(bench, name="bench")

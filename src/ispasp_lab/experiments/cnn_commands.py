@@ -1,0 +1,72 @@
+"""What `ispasp reproduce cnn` does, as lines to show while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from ispasp.api.job import Compensate
+from ispasp.errors import InputError
+from ispasp_lab.experiments import cnn, cnn_pipeline, cnn_report
+
+_QUICK = cnn_pipeline.Training(between=0.002, final=0.01, batch=32)
+
+
+def sweep(
+    settings: cnn.Settings,
+    out: Path,
+    methods: Sequence[str] = (),
+    keeps: Sequence[float] = (),
+    compensations: Sequence[str] = (),
+    *,
+    quick: bool = False,
+) -> Iterator[str]:
+    """Every row when it is there, then the Markdown."""
+    if quick:
+        settings = cnn.quick(settings)
+        methods, keeps = methods or cnn.QUICK_METHODS, keeps or (0.5,)
+    for row in cnn.run(settings, out, methods, keeps or cnn.KEEPS, compensations or cnn.COMPENSATIONS):
+        right = f"{row.accuracy:.2f} %" if row.accuracy is not None else row.note
+        yield f"{row.method}, compensate {row.compensate}, keep {row.keep:g}: {right}"
+    command = f"ispasp reproduce cnn {_described(settings)}"
+    paths = cnn_report.write(settings, out, command)
+    yield paths[-1].read_text(encoding="utf-8")
+    yield "wrote " + ", ".join(map(str, paths))
+
+
+def pipeline(
+    settings: cnn.Settings,
+    training: cnn_pipeline.Training,
+    out: Path,
+    recipe: str | None,
+    keeps: Sequence[float],
+    compensations: Sequence[str],
+    *,
+    quick: bool = False,
+) -> Iterator[str]:
+    """Every stage when it is done, then the Markdown."""
+    if len(keeps) > 1 or len(compensations) > 1:
+        raise InputError("the pipeline makes one network: pass one --keep or --recipe, and one --compensate")
+    if quick:
+        settings = cnn.quick(settings)
+        training = replace(_QUICK, workers=training.workers)
+    keep = keeps[0] if keeps else None
+    compensate = None if not compensations or compensations[0] == "none" else cast("Compensate", compensations[0])
+    name, _ = cnn_pipeline.target(settings.model, recipe, keep)
+    for row in cnn_pipeline.run(settings, training, out, recipe, keep, compensate=compensate):
+        right = [f"{value:.2f} %" for value in (row.accuracy, row.trained_accuracy) if value is not None]
+        yield f"{row.stage} {row.block}: {', then '.join(right)}"
+    what = f"--recipe {recipe}" if recipe else f"--keep {keep:g}"
+    what += f" --epochs {training.final:g} --epochs-between {training.between:g} --batch {training.batch}"
+    command = f"ispasp reproduce cnn --pipeline {what} {_described(settings)}"
+    paths = cnn_pipeline.write(settings, training, out, name, command)
+    yield paths[-1].read_text(encoding="utf-8")
+    yield "wrote " + ", ".join(map(str, paths))
+
+
+def _described(settings: cnn.Settings) -> str:
+    s = settings
+    data = Path(s.data).name
+    return f"--model {s.model} --data {data} --examples {s.examples} --tested {s.tested} --seed {s.seed}"

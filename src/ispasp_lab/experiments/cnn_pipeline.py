@@ -1,0 +1,265 @@
+"""Table "ImageNet" (Section 6.3, Appendix A.3): prune block by block, train for an epoch after each, then for 90.
+
+Interrupted runs go on: the network is saved after every block, and training keeps checkpoints of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from ispasp.api.finetune import finetune
+from ispasp.api.job import Compensate
+from ispasp.api.load import load
+from ispasp.api.prune import prune_
+from ispasp.api.recipes import recipes
+from ispasp.api.save import save
+from ispasp.api.survey import Survey, survey
+from ispasp.errors import InputError
+from ispasp.select import ISpaSP
+from ispasp.train import Sgd
+from ispasp.types.plan import Plan
+from ispasp_lab.accuracy import accuracy
+from ispasp_lab.data import batches
+from ispasp_lab.experiments.cnn import DENSE, Settings
+from ispasp_lab.experiments.cnn_augment import training_loader
+from ispasp_lab.experiments.cnn_setup import Images, load_images, load_network
+from ispasp_lab.experiments.records import append_row, read_rows, rewrite
+
+FINAL = "fine-tuned"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How much is trained: epochs after each block with a fixed learning rate, and epochs at the end with cosine."""
+
+    between: float = 1.0
+    final: float = 90.0
+    lr: float = 0.01
+    batch: int = 256
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The network after one step: a block pruned and trained, or the last training. Accuracies: top-1 in percent."""
+
+    model: str
+    data: str
+    target: str
+    settings: str
+    stage: int
+    block: str
+    kept: int
+    units: int
+    accuracy: float | None
+    trained_accuracy: float | None
+    macs: float
+    params: float
+
+
+def blocks(found: Survey, keep: Mapping[str, float]) -> dict[str, int]:
+    """Which hidden dimensions lose units, in order, and how many stay in each."""
+    return {name: len(kept) for name, kept in found.plan(keep).kept.items()}
+
+
+def target(model: str, recipe: str | None, keep: float | None) -> tuple[str, Mapping[str, float]]:
+    """What to keep, and what to call it: a recipe of the paper by name, or one fraction for all blocks.
+
+    >>> target("mobilenet_v2", "mobilenet_v2-260M", None)[1]["features.6.conv.0.0"]
+    0.4
+    >>> target("cifar_resnet56", None, 0.5)
+    ('keep-0.5', {'*': 0.5})
+    """
+    mine = [name for name, known in recipes.items() if known.model == f"torchvision:{model}"]
+    if (recipe is None) == (keep is None):
+        raise InputError(f"pass either a recipe (for {model}: {', '.join(mine) or 'none'}) or keep, such as 0.5")
+    if recipe is None:
+        return f"keep-{keep:g}", {"*": float(keep or 0)}
+    if recipe not in mine:
+        raise InputError(f"recipe {recipe!r} is not one of {model}'s: choose from {', '.join(mine) or 'none'}")
+    return recipe, recipes[recipe].keep
+
+
+def run(
+    settings: Settings,
+    training: Training,
+    folder: Path,
+    recipe: str | None = None,
+    keep: float | None = None,
+    *,
+    compensate: Compensate = None,
+    progress: bool = True,
+) -> Iterator[Stage]:
+    """Do the steps that are not done yet, each with its row in the CSV file; the pruned network ends in `model/`.
+
+    `compensate` is None in the paper.
+    """
+    name, wanted = target(settings.model, recipe, keep)
+    place = folder / f"cnn-pipeline-{settings.model}-{Path(settings.data).name}-{name}"
+    run_ = _Run(settings, training, place, name, compensate, progress)
+    yield from run_.stages(wanted)
+
+
+class _Run:
+    """One pipeline, step by step."""
+
+    def __init__(
+        self, settings: Settings, training: Training, place: Path, name: str, compensate: Compensate, progress: bool
+    ) -> None:
+        self._settings = settings
+        self._training = training
+        self._place = place
+        self._compensate = compensate
+        self._progress = progress
+        self._images = load_images(settings.data)
+        self._some = self._images.some(settings.examples, settings.tested, settings.seed)
+        self._model = load_network(settings.model, settings.weights)
+        self._survey = survey(self._model, self._some.x[:2])
+        self._plan = Plan({}, self._survey.structure)
+        cost = self._survey.cost()
+        s = settings
+        how = f"examples={s.examples} tested={s.tested} seed={s.seed} compensate={compensate}"
+        how = f"{how} {replace(training, workers=0)}"
+        self._blank = Stage(s.model, Path(s.data).name, name, how, 0, DENSE, 0, 0, None, None,
+                            cost.dense_macs, cost.dense_params)  # fmt: skip
+
+    def stages(self, wanted: Mapping[str, float]) -> Iterator[Stage]:
+        """Dense network, blocks, last training."""
+        todo = blocks(self._survey, wanted)
+        done = self._resumed()
+        if not done:
+            row = replace(self._blank, accuracy=self._top1())
+            append_row(self._place / "stages.csv", row)
+            yield row
+        for number, (name, kept) in enumerate(todo.items(), start=1):
+            if name not in self._plan.kept:
+                yield self._block(number, name, kept)
+        if not any(row.block == FINAL for row in done):
+            yield self._final(len(todo) + 1)
+
+    def _resumed(self) -> list[Stage]:
+        """What is done; the rows of what was recorded but not saved are dropped."""
+        path = self._place / "stages.csv"
+        rows = read_rows(path, Stage)
+        for row in rows:
+            if row.settings != self._blank.settings:
+                raise InputError(
+                    f"{path} was made with {row.settings}, not {self._blank.settings}: choose another folder"
+                )
+        state = self._place / "model"
+        if (state / "plan.json").exists():
+            self._plan = Plan.from_json((state / "plan.json").read_text(encoding="utf-8"))
+            load(state, self._model)
+        good = [row for row in rows if row.block in (DENSE, FINAL, *self._plan.kept)]
+        if rows:
+            rewrite(path, good)
+        return good
+
+    def _block(self, number: int, name: str, kept: int) -> Stage:
+        """As the paper: 20 iterations on 1,280 images of the training data."""
+        units = self._survey.structure.units[name]
+        result = prune_(
+            self._model,
+            list(batches(self._some.x, self._settings.batch)),
+            keep={name: kept},
+            method=ISpaSP(iterations=20),
+            compensate=self._compensate,
+            memory=self._settings.memory,
+            examples=None,
+            progress=self._progress,
+        )
+        self._plan = _both(self._plan, result.plan)
+        before = self._top1()
+        self._train(number, self._training.between, "constant")
+        cost = self._survey.cost(self._plan)
+        row = replace(self._blank, stage=number, block=name, kept=kept, units=units, accuracy=before,
+                      trained_accuracy=self._top1(), macs=cost.macs, params=cost.params)  # fmt: skip
+        append_row(self._place / "stages.csv", row)  # before the network: a row too many is dropped, none is missing
+        self._save()
+        self._forget(number)
+        return row
+
+    def _final(self, number: int) -> Stage:
+        before = self._top1()
+        self._train(number, self._training.final, "cosine")
+        cost = self._survey.cost(self._plan)
+        row = replace(self._blank, stage=number, block=FINAL, accuracy=before, trained_accuracy=self._top1(),
+                      macs=cost.macs, params=cost.params)  # fmt: skip
+        self._save()  # before the row: with the checkpoint of a finished training it is not trained again
+        append_row(self._place / "stages.csv", row)
+        self._forget(number)
+        return row
+
+    def _train(self, number: int, epochs: float, schedule: str) -> None:
+        if not epochs:
+            return
+        training, images, seed = self._training, self._images, self._settings.seed + number
+        finetune(
+            self._model,
+            training_loader(images.x, images.y, training.batch, seed, training.workers),
+            epochs=epochs,
+            recipe=Sgd(lr=training.lr, schedule=schedule),
+            checkpoint=self._place / f"training-{number}",
+            checkpoint_every=1000,
+            seed=seed,
+            progress=self._progress,
+        )
+        self._model.eval()
+
+    def _save(self) -> None:
+        save(self._model, self._place / "model", plan=self._plan)
+
+    def _forget(self, number: int) -> None:
+        shutil.rmtree(self._place / f"training-{number}", ignore_errors=True)
+
+    def _top1(self) -> float:
+        some: Images = self._some
+        model: nn.Module = self._model
+        return accuracy(model, some.x_test, some.y_test, self._settings.batch, progress=self._progress)
+
+
+def _both(plan: Plan, new: Plan) -> Plan:
+    """What has become of the dense network after one more block; biases that compensation added stay in the plan."""
+    known = plan.structure
+    gained = {f"{path}.bias": new.structure.tensors[f"{path}.bias"] for path in new.structure.biases}
+    biases = tuple(dict.fromkeys((*known.biases, *new.structure.biases)))
+    structure = replace(known, tensors={**known.tensors, **gained}, biases=biases)
+    return Plan({**plan.kept, **new.kept}, structure)
+
+
+def summary(rows: list[Stage], training: Training, command: str) -> str:
+    """The stages as Markdown.
+
+    >>> row = Stage("resnet34", "imagenet", "resnet34-2.69G", "", 1, "layer1.1.conv1", 26, 64, 70.0, 72.0, 3.5e9, 2.1e7)
+    >>> print(summary([row], Training(), "ispasp reproduce cnn --pipeline").splitlines()[-1])
+    | 1 | layer1.1.conv1 | 26 of 64 | 70.00 | 72.00 | 3,500.0 | 21.000 |
+    """
+    t = training
+    lines = [
+        f"# {rows[0].model} on {rows[0].data}: {rows[0].target}",
+        "",
+        f"Made by `{command}`: block by block with i-SpaSP (T = 20), SGD with momentum and learning rate {t.lr:g} in"
+        f" batches of {t.batch}, {t.between:g} epochs after each block at a fixed rate and {t.final:g} epochs with"
+        " cosine decay at the end, random crops and flips. Top-1 accuracy in percent.",
+        "",
+        "| stage | block | filters | pruned | trained | MACs, M | parameters, M |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        filters = f"{r.kept} of {r.units}" if r.units else "-"
+        right = " | ".join("-" if value is None else f"{value:.2f}" for value in (r.accuracy, r.trained_accuracy))
+        lines.append(f"| {r.stage} | {r.block} | {filters} | {right} | {r.macs / 1e6:,.1f} | {r.params / 1e6:,.3f} |")
+    return "\n".join([*lines, ""])
+
+
+def write(settings: Settings, training: Training, folder: Path, name: str, command: str) -> list[Path]:
+    """Describe the stages so far; returns the paths of stages.csv and stages.md."""
+    place = folder / f"cnn-pipeline-{settings.model}-{Path(settings.data).name}-{name}"
+    paths = [place / "stages.csv", place / "stages.md"]
+    paths[1].write_text(summary(read_rows(paths[0], Stage), training, command), encoding="utf-8")
+    return paths
