@@ -4,18 +4,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check soak fuzz-files results zoo clean
+.PHONY: demo test test-long check soak fuzz-files results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
 
-test: $(VENV)/test.stamp          ## all tests, doctests and README examples
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(VENV)/test.stamp          ## tests, doctests and README examples, in minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
-check: $(VENV)/test.stamp         ## lint, format, types, layering
+test-long: $(VENV)/test.stamp     ## the other tests: large networks, long searches
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
+
+check: $(VENV)/test.stamp         ## lint, format, types of library and tests, layering
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports
 
 SECONDS ?= 7200

@@ -6,6 +6,7 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -39,7 +40,7 @@ def test_the_first_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_others_are_spelt_rightly() -> None:
-    known = get_command(app)
+    known: Any = get_command(app)
     commands = guide(2)
     assert len(commands) == 6
     for name, *arguments in commands:

@@ -1,4 +1,7 @@
-"""A representative part of the zoo: each network shrinks, and removal equals masking. `make zoo` runs all of it."""
+"""A representative part of the zoo: each network shrinks, and removal equals masking.
+
+`make test-long` runs the large ones, `make zoo` all of it.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,30 @@ NOTHING = {  # networks in which nothing can go -> a part of the reason
     "transformers/mamba2": "mean runs over this axis",
 }
 PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]
-TORCHVISION = [
-    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "maxvit_t", "mnasnet0_5"),
-    *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5"),
-    *("squeezenet1_1", "swin_t", "vit_l_16"),
-]
-TIMM = [
-    *("beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "edgenext_xx_small", "eva02_tiny_patch14_224"),
-    *("ghostnet_050", "mixer_s32_224", "mobilenetv2_050", "nf_regnet_b0", "resnetv2_18", "seresnet18", "skresnet18"),
-    *("swin_tiny_patch4_window7_224", "tinynet_e", "vit_tiny_patch16_224", "xcit_nano_12_p16_224"),
-]
+TORCHVISION = ["resnet18", "shufflenet_v2_x0_5", "squeezenet1_1"]
+TIMM = ["mobilenetv2_050", "resnetv2_18", "seresnet18", "vit_tiny_patch16_224"]
 TRANSFORMERS = [
     *("bert", "roberta", "distilbert", "albert", "electra", "deberta_v2", "modernbert", "vit", "deit", "swin", "beit"),
     *("dinov2", "convnext", "resnet", "mobilenet_v2", "segformer", "gpt2", "opt", "bloom", "gpt_neox", "llama"),
     *("mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "t5", "bart", "whisper", "wav2vec2", "clip_vision"),
     *("mamba", "falcon_new", "clip"),
 ]
+LARGE_TORCHVISION = [
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "maxvit_t", "mnasnet0_5"),
+    *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "swin_t", "vit_l_16"),
+]
+LARGE_TIMM = [
+    *("beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "edgenext_xx_small", "eva02_tiny_patch14_224"),
+    *("ghostnet_050", "mixer_s32_224", "nf_regnet_b0", "skresnet18", "swin_tiny_patch4_window7_224", "tinynet_e"),
+    "xcit_nano_12_p16_224",
+]
 SMALLER = [
     *PLAIN,
     *(f"torchvision/{name}" for name in TORCHVISION),
     *(f"timm/{name}" for name in TIMM),
     *(f"transformers/{name}" for name in TRANSFORMERS),
+    *(pytest.param(f"torchvision/{name}", marks=pytest.mark.long) for name in LARGE_TORCHVISION),
+    *(pytest.param(f"timm/{name}", marks=pytest.mark.long) for name in LARGE_TIMM),
 ]
 
 

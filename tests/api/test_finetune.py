@@ -331,14 +331,14 @@ def test_modes_and_random_numbers_are_left_alone_even_after_an_error() -> None:
     model = network(norm=True)
     model[1].eval()
     for loss in (None, failing):
-        states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+        states = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["key"].copy(), random.getstate()
         if loss is None:
             finetune(model, batches(), epochs=0.5)
         else:
             with pytest.raises(RuntimeError, match="stop"):
                 finetune(model, batches(), loss=loss, mixed_precision="bf16")
         assert torch.equal(states[0], torch.get_rng_state())
-        assert np.array_equal(states[1], np.random.get_state()[1])
+        assert np.array_equal(states[1], np.random.get_state(legacy=False)["state"]["key"])
         assert states[2] == random.getstate()
         assert [module.training for module in model] == [True, False, True, True]
         assert "forward" not in vars(model)

@@ -36,7 +36,7 @@ class Remembering(nn.Module):
         h = F.relu(self.a(x))
         self.count += 1
         self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        self.swapped = self.swapped + 1
+        self.swapped: Tensor = self.swapped + 1
         self.calls, self.last, self.new = self.calls + 1, h, 1
         self.kept.append(h)
         self.cache["h"] = h.detach().sum()

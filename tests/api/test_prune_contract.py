@@ -21,7 +21,8 @@ class Bomb(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at, self.error = -1, KeyboardInterrupt
+        self.at = -1
+        self.error: type[BaseException] = KeyboardInterrupt
         Bomb.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:

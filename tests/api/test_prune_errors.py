@@ -149,7 +149,7 @@ def test_options_are_checked_before_the_model_is_touched() -> None:
     with pytest.raises(ispasp.errors.InputError, match="compensate"):
         ispasp.prune(Uncopyable(2, 2), [], compensate="no")
     with pytest.raises(TypeError, match="sparsity"):
-        ispasp.prune(Uncopyable(2, 2), [], sparsity=0.5)
+        ispasp.prune(Uncopyable(2, 2), [], sparsity=0.5)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("verb", [ispasp.prune, ispasp.prune_])

@@ -260,8 +260,8 @@ def test_views_of_one_storage(tmp_path: Path) -> None:
 
 def test_ways_to_call_save(tmp_path: Path) -> None:
     model, plan = pruned("cnn")
-    result = namedtuple("Result", "layers model plan")([], model, plan)
-    for given in (result, (model, plan)):
+    Result = namedtuple("Result", "layers model plan")
+    for given in (Result([], model, plan), (model, plan)):
         assert load(save(given, tmp_path), Net()).fc1.out_features == 6
     with pytest.raises(InputError, match="plan is a NoneType"):
         save(model, tmp_path)

@@ -303,8 +303,8 @@ def test_real_counts_of_resnet18(
     used = cost.macs if kind is Macs else cost.params
     assert 0.99 * limit <= used <= limit
     assert calls < 2000
-    error = sum(float(curves[name].at(width)) for name, width in widths.items())
-    assert error < 0.8 * _uniform_error(curves, count, limit)
+    total = sum(float(curves[name].at(width)) for name, width in widths.items())
+    assert total < 0.8 * _uniform_error(curves, count, limit)
 
 
 def _uniform_error(curves: Mapping[str, Curve], count: Callable[[Widths], int], limit: int) -> float:

@@ -107,10 +107,11 @@ def healthy(rank: int) -> dict[str, Any]:
 
         return act
 
+    empty: dict[str, str] = {}
     seen["fails early"] = in_block(ranks, fail_on(1), "the block")
     seen["fails nested"] = in_block(ranks, fail_on(2), "the outer block", "the inner block")
-    seen["fails late"] = in_block(ranks, lambda: {}["weight"] if rank == 1 else "done", "the block")
-    seen["all fail"] = in_block(ranks, lambda: {}["weight"], "the block")
+    seen["fails late"] = in_block(ranks, lambda: empty["weight"] if rank == 1 else "done", "the block")
+    seen["all fail"] = in_block(ranks, lambda: empty["weight"], "the block")
     seen["well"] = in_block(ranks, lambda: "done", "the outer block", "the inner block")
     seen["agree"] = outcome(lambda: ranks.agree(None))
     seen["disagree"] = outcome(lambda: ranks.agree("no images" if rank == 1 else None))

@@ -102,8 +102,8 @@ def test_what_rounding_takes_back_is_seen(dtype: torch.dtype, norm: bool) -> Non
     """Faint units go: the fit changes weights by less than half precision can say."""
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
-        after = [torch.nn.BatchNorm1d(4)] if norm else []
-        layers = [torch.nn.Linear(8, 16), torch.nn.Identity(), torch.nn.Linear(16, 4, bias=not norm), *after]
+        last = [torch.nn.BatchNorm1d(4)] if norm else []
+        layers = [torch.nn.Linear(8, 16), torch.nn.Identity(), torch.nn.Linear(16, 4, bias=not norm), *last]
         dense = torch.nn.Sequential(*layers).eval()
         for parameter in dense.parameters():
             parameter.data = torch.randn(parameter.shape, generator=g)

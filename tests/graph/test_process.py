@@ -69,7 +69,7 @@ def process() -> list[Any]:
         {id(h): list(h.filters) for h in handlers},
         torch.get_rng_state().tolist(),
         random.getstate(),
-        np.random.get_state()[1].tolist(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
         torch.get_default_dtype(),
         torch.is_autocast_cache_enabled(),
     ]

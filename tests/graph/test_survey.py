@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_plans_by_globs_numbers_and_units() -> None:
         (lambda text: text.replace('"units": 8', '"units": 9'), "with 8 units, its dimensions say 9"),
     ],
 )
-def test_damaged_plans_are_refused(change, message: str) -> None:
+def test_damaged_plans_are_refused(change: Callable[[str], str], message: str) -> None:
     text = ispasp.survey(net(), X).plan(0.5).to_json()
     assert ispasp.Plan.from_json(text).to_json() == text
     damaged = change(text)

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,12 @@ def test_jobs_run_in_turn_and_the_median_is_told(monkeypatch: pytest.MonkeyPatch
     times = iter([0.0, 1.0, 1.0, 6.0, 6.0, 9.0, 9.0, 10.0, 10.0, 12.0, 12.0, 14.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(times))
     order: list[str] = []
-    found = timing.interleaved({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, 3)
+
+    def job(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    found = timing.interleaved({name: partial(job, name) for name in "ab"}, 3)
     assert order == ["a", "b"] * 3
     assert found["a"] == timing.Timing((1.0, 3.0, 2.0), 5)
     assert found["b"] == timing.Timing((5.0, 1.0, 2.0), 6)

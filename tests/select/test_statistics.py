@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -122,10 +124,11 @@ def test_a_selection_prints_its_first_units_and_both_residuals() -> None:
 
 
 def test_statistics_of_different_shapes_do_not_broadcast() -> None:
-    for a, b in (
+    pairs: list[tuple[Any, Any]] = [
         (Moment({(): torch.ones(4)}, 1), Moment({(): torch.ones(1)}, 1)),
         (Magnitude(torch.ones(4), 1), Magnitude(torch.ones(1), 1)),
         (Gram(torch.ones(1, 4, 4), 1), Gram(torch.ones(2, 4, 4), 1)),
-    ):
+    ]
+    for a, b in pairs:
         with pytest.raises(InputError, match=r"shapes \(.*\) and \(.*\) cannot be added: take both"):
             a + b

@@ -50,7 +50,8 @@ class Branching(nn.Module):
         self.scale = nn.Parameter(torch.zeros(width))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.randn(2 * width))
-        self.calls, self.last, self.cache = 0, None, {}
+        self.calls, self.last = 0, None
+        self.cache: dict[tuple[int, ...], Tensor] = {}
         if "zero layer" in features:
             nn.init.zeros_(self.gated[2].weight)
             nn.init.zeros_(self.gated[2].bias)

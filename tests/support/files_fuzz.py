@@ -221,7 +221,10 @@ def arrays_file(rng: random.Random, folder: Path) -> None:
     buffer, path = io.BytesIO(), folder / rng.choice(("d.npz", "d.npz", "d.txt"))
     shape = rng.choice(((4, 3), (), (0, 3), (4,), (4, 3, 8, 8)))
     kind = rng.choice(("float32", "uint8", "int64", "bool", "complex64", "U3", "float16"))
-    arrays = {rng.choice(("x", "y", "\x1b[2J")): np.zeros(shape, kind), "y": np.zeros(rng.choice((4, 5)), "int64")}
+    arrays: dict[str, Any] = {
+        rng.choice(("x", "y", "\x1b[2J")): np.zeros(shape, kind),
+        "y": np.zeros(rng.choice((4, 5)), "int64"),
+    }
     np.savez_compressed(buffer, **arrays) if rng.random() < 0.5 else np.savez(buffer, **arrays)
     path.write_bytes(damaged_bytes(buffer.getvalue(), rng, first=200) if rng.random() < 0.8 else buffer.getvalue())
     found = load_data(str(path), Loaded(nn.Identity(), "identity"), Wanted())

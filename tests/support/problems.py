@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ispasp.calibrate import measure
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Statistics
-from ispasp.types.geometry import Geometry
+from ispasp.types.geometry import Geometry, PaddingMode
 
 KINDS = ("linear", "tokens", "heads", "scaled", "conv", "transposed", "two", "batchnorm")
 
@@ -68,9 +69,9 @@ def problems(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Problem:
         shape = (units * per_unit,) if kind == "linear" else (units * per_unit, 3)
         A = LinearConsumer(layer.weight.detach(), units=unit_of)
         return Problem([A], [_ChannelsFirst(layer)], per_unit, units, shape, seed, signed)
-    conv, A, size = draw(convolutions(transposed=kind == "transposed"))
+    conv, reads, size = draw(convolutions(transposed=kind == "transposed"))
     layers: list[nn.Module] = [conv]
-    consumers: list[Consumer] = [A]
+    consumers: list[Consumer] = [reads]
     if kind == "two":
         linear = nn.Linear(conv.in_channels, draw(st.integers(1, 5)), dtype=torch.float64)
         layers.append(_ChannelsFirst(linear))
@@ -78,7 +79,7 @@ def problems(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Problem:
     if kind == "batchnorm":
         norm = _trained_batchnorm(conv.out_channels, len(size)).eval()
         layers = [nn.Sequential(conv, norm)]
-        consumers = [ConvConsumer(A.weight, scale=_scale(norm), geometry=A.geometry)]
+        consumers = [ConvConsumer(reads.weight, scale=_scale(norm), geometry=reads.geometry)]
     return Problem(consumers, layers, 1, conv.in_channels, (conv.in_channels, *size), seed, signed)
 
 
@@ -89,7 +90,7 @@ def convolutions(draw: st.DrawFn, transposed: bool = False) -> tuple[nn.Module, 
     channels, outputs = groups * draw(st.integers(1, 4)), groups * draw(st.integers(1, 3))
     each = st.tuples(*(st.integers(1, 3),) * axes)
     kernel, stride, dilation = draw(each), draw(each), draw(st.tuples(*(st.integers(1, 2),) * axes))
-    padding = tuple(draw(st.integers(0, k - 1)) for k in kernel)
+    padding: Any = tuple(draw(st.integers(0, k - 1)) for k in kernel)
     size = tuple(draw(st.integers(d * (k - 1) + 1, 7)) for k, d in zip(kernel, dilation, strict=True))
     if transposed:
         cls = (nn.ConvTranspose1d, nn.ConvTranspose2d)[axes - 1]
@@ -98,7 +99,7 @@ def convolutions(draw: st.DrawFn, transposed: bool = False) -> tuple[nn.Module, 
         geometry = Geometry(stride, padding, dilation, groups, transposed=True, output_padding=extra)
     else:
         cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-        mode = draw(st.sampled_from(("zeros", "zeros", "reflect", "replicate", "circular")))
+        mode: PaddingMode = draw(st.sampled_from(("zeros", "zeros", "reflect", "replicate", "circular")))
         if draw(st.booleans()) and mode == "zeros":
             padding = "same" if set(stride) == {1} else "valid"
         if mode == "circular":  # torch refuses to wrap around more than once
