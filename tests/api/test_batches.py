@@ -89,7 +89,14 @@ def on_apply(model: nn.Module, data: Any) -> ispasp.Plan:
     return plan
 
 
-VERBS = {"prune": on_prune, "oneshot": on_oneshot, "survey": on_survey, "apply_": on_apply}
+def on_mask(model: nn.Module, data: Any) -> ispasp.Plan:
+    plan = ispasp.survey(model, {"x": X} if isinstance(model, Named) else X).plan(0.5)
+    with ispasp.mask(model, plan, data) as masked:
+        assert sum(int((p == 0).sum()) for p in masked.parameters()) == 8 * 5 + 3 * 4
+    return plan
+
+
+VERBS = {"prune": on_prune, "oneshot": on_oneshot, "survey": on_survey, "apply_": on_apply, "mask": on_mask}
 WANTED = {name: verb(plain(), X) for name, verb in VERBS.items()}
 
 

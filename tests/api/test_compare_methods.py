@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import ispasp
 from support.nets import alive, mlp
@@ -80,3 +80,17 @@ def test_all_methods_get_the_same_batches_of_a_shuffling_loader() -> None:
     assert (first["method"], second["method"]) == ("topk", "topk (2)")
     assert first["error"] == second["error"]
     assert first["difference"] == second["difference"]
+
+
+def test_one_batch_labels_and_wrappers() -> None:
+    dense, labels = alive(mlp(6, 12, 3)), torch.zeros(len(X), dtype=torch.long)
+    wanted, *others = (
+        ispasp.compare_methods(model, data, ["l1"], progress=False)
+        for model, data in [(dense, [X]), (dense, X), (dense, (X, labels)), (nn.DataParallel(dense), [(X, labels)])]
+    )
+    for found in others:
+        assert (found.model, found.rows()[1]["error"]) == (wanted.model, wanted.rows()[1]["error"])
+    with pytest.raises(ispasp.errors.InputError, match="yields single examples: pass torch.utils.data.DataLoader"):
+        ispasp.compare_methods(dense, TensorDataset(X), ["l1"], progress=False)
+    with pytest.raises(ispasp.errors.InputError, match="batches is a int"):
+        ispasp.compare_methods(dense, 3, ["l1"], progress=False)  # type: ignore[arg-type]

@@ -120,6 +120,8 @@ def test_tokens_are_counted_without_padding() -> None:
     found = Judge(model, [batch], batch).agreement(worse, Alone())
     ours, theirs = (m(**batch)["logits"].argmax(-1)[batch["attention_mask"].bool()] for m in (model, worse))
     assert (found.predictions, found.rate) == (14, float((ours == theirs).double().mean()))
+    ours, theirs = (m(**batch)["logits"].detach()[batch["attention_mask"].bool()] for m in (model, worse))
+    assert found.difference == pytest.approx(float((ours - theirs).norm() / ours.norm()))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,8 @@ def test_tokens_are_counted_without_padding() -> None:
         (lambda x: x[:, :, None, None].expand(-1, -1, 2, 2), 1.0),  # an image of classes
         (lambda x: [x[:, :3], x], 1.0),
         (lambda x: {"none": None}, None),
+        (lambda x: {"out": x[:, :3]}, 1.0),
+        (lambda x: {"last_hidden_state": x[:, None, :3]}, None),  # features
     ],
 )
 def test_outputs_of_every_kind(output: Any, rate: float | None) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import ispasp
 from support.nets import alive, mlp
@@ -48,14 +48,23 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled in place": compiled_in_place,
     "compiled inside": compiled_inside,
     "data parallel": nn.DataParallel,
+    "distributed": nn.parallel.DistributedDataParallel,
+    "compiled and distributed": lambda model: compiled(nn.parallel.DistributedDataParallel(model)),
     "both": lambda model: compiled(nn.DataParallel(model)),
     "twice": lambda model: nn.DataParallel(compiled_inside(model)),
 }
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    """Nothing is compiled yet, and DistributedDataParallel finds a group of one process."""
     torch._dynamo.reset()
+    together = "distributed" in request.node.name
+    if together:
+        distributed.init_process_group("gloo", f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    if together:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
@@ -93,6 +102,33 @@ def test_survey_apply_save_and_load(wrap: Callable[[nn.Module], nn.Module], tmp_
     ispasp.save(wrapped, tmp_path, plan)
     for other in (net(), wrap(net())):
         torch.testing.assert_close(ispasp.load(tmp_path, other)(X), wrapped(X))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
+def test_mask(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    wrapped = wrap(net())
+    plan = ispasp.survey(net(), X).plan(0.5)
+    with ispasp.mask(wrapped, plan, (X, X[:, 0])) as masked:
+        assert masked is wrapped
+        torch.testing.assert_close(masked(X), ispasp.apply_(net(), plan)(X))
+    torch.testing.assert_close(wrapped(X), net()(X))
+
+
+def test_export(tmp_path: Path) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason="needs pip install 'ispasp[onnx]'")
+    wrapped = compiled_inside(net())
+    body = wrapped.body
+    labelled = [(X, torch.zeros(len(X), dtype=torch.long))]
+    assert ispasp.export_onnx(compiled(wrapped), labelled, tmp_path / "net.onnx") < 1e-5
+    assert wrapped.body is body
+
+
+def test_a_wrapped_module_is_skipped() -> None:
+    model = net()
+    layer = model.body[0] = compiled(model.body[0])
+    for skip in (layer, [layer], [layer._orig_mod]):
+        assert list(ispasp.prune(model, [X], skip=skip, progress=False).plan.kept) == ["body.2"]
 
 
 def test_a_wrapper_is_as_before_after_a_failure() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ispasp.api.evaluation import Evaluate, number
 from ispasp.api.prune import prune
 from ispasp.api.result import Result
+from ispasp.calibrate.batches import Kept, batches_in
 from ispasp.errors import InputError
+from ispasp.graph.wrappers import unwrapped
 from ispasp.report import Column, Sheet, figures, told, track
 from ispasp.select import Selector, selector
 from ispasp.select import methods as all_methods
@@ -85,9 +87,9 @@ def compare_methods(
 ) -> Comparison:
     """Prune a model by several methods and compare. The model is not changed; pruned models are not kept.
 
-    `methods`: names, selectors or functions; by default all that need no loss. `keep`: one value, or a list of them,
-    each as in `prune`. All methods get the same batches. Other options go to `prune`. A method that fails is a row
-    with its `failure`.
+    Model and batches are as in `prune`, and all methods get the same batches. `methods`: names, selectors or
+    functions; by default all that need no loss. `keep`: one value, or a list of them, each as in `prune`. Other
+    options go to `prune`. A method that fails is a row with its `failure`.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -99,7 +101,8 @@ def compare_methods(
     amounts = list(keep) if isinstance(keep, (list, tuple)) else [keep]
     if not chosen or not amounts:
         raise InputError("nothing to compare: pass at least one method and one keep, such as keep=[0.25, 0.5]")
-    given = batches if isinstance(batches, (Sequence, Mapping, Tensor)) else _Remembered(batches)
+    found = batches_in(batches, model)
+    given = found if isinstance(found, Sequence) else Kept(found)  # a loader may shuffle
     runs = [(label, method, amount) for label, method in chosen.items() for amount in amounts]
     before: dict[str, Any] = {}
     dense: dict[str, Any] = {}
@@ -119,7 +122,7 @@ def compare_methods(
         rows.append({**row, "seconds": time.perf_counter() - start})
     if not dense and len({str(error) for error in failures}) == 1:
         raise failures[0]  # all fail alike: it is not the method
-    return _comparison(type(model).__name__, [dense, *rows] if dense else rows)
+    return _comparison(type(unwrapped(model)).__name__, [dense, *rows] if dense else rows)
 
 
 def _default(options: Mapping[str, Any]) -> list[str]:
@@ -198,22 +201,3 @@ def _comparison(model: str, rows: Sequence[Mapping[str, Any]]) -> Comparison:
         known = {key: value for key, value in row.items() if key != "scores"}
         records.append({**_BLANK, **known, **{column: scores.get(name) for name, column in columns.items()}})
     return Comparison(model, tuple(records), tuple(columns.values()))
-
-
-class _Remembered:
-    """Batches as often as they are needed, the same every time; no more are read than somebody asks for."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._source = iter(batches)
-        self._seen: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        at = 0
-        while True:
-            if at == len(self._seen):
-                try:
-                    self._seen.append(next(self._source))
-                except StopIteration:
-                    return
-            yield self._seen[at]
-            at += 1

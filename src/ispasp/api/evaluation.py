@@ -20,6 +20,7 @@ Evaluate = Callable[[nn.Module], Any]
 _EXAMPLES = 256  # of which predictions are compared
 _SAMPLE = 1 << 20  # values of a batch's output that are kept for the relative difference
 _MASKS = ("decoder_attention_mask", "attention_mask")
+_FEATURES = ("last_hidden_state", "pooler_output", "image_embeds", "text_embeds")  # of Hugging Face models
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Agreement:
     """How much the pruned model's outputs are like the dense model's on calibration data. No labels are needed.
 
     `rate` is the fraction of predictions (the largest class of every example, token or pixel) that are the same; None
-    where outputs are not classes. `difference` is ||y' - y|| / ||y|| over the outputs themselves. Without `held_out`
+    where outputs are not classes. `difference` is ||y' - y|| / ||y|| over the outputs themselves. Padding, where an
+    attention mask tells it, counts for neither. Without `held_out`
     the network was fitted to these very examples, and both look better than they are.
     """
 
@@ -157,13 +159,13 @@ def _predicted(output: Any, batch: Batch) -> _Predicted:
         return _Predicted(None, None)
     if not tensor.is_floating_point():
         return _Predicted(tensor.flatten().cpu(), None)
-    axis = _class_axis(tensor, batch, named)
+    features = isinstance(output, Mapping) and not named and any(name in output for name in _FEATURES)
+    axis, mask = None if features else _class_axis(tensor, batch, named), _mask(batch, tensor)
     classes = None
     if axis is not None:
         classes = tensor.argmax(axis)
-        mask = _mask(batch, classes)
-        classes = (classes.flatten() if mask is None else classes[mask]).cpu()
-    return _Predicted(classes, _sampled(tensor))
+        classes = (classes[mask] if mask is not None and mask.shape == classes.shape else classes.flatten()).cpu()
+    return _Predicted(classes, _sampled(tensor if mask is None else tensor[mask]))
 
 
 def _main(output: Any) -> tuple[Tensor | None, bool]:
@@ -178,7 +180,7 @@ def _main(output: Any) -> tuple[Tensor | None, bool]:
 def _class_axis(output: Tensor, batch: Batch, named: bool) -> int | None:
     """Which axis counts classes: the last of (examples, tokens, classes), the second of images; None for no classes.
 
-    An output as large as an input is a signal, and a Hugging Face output without logits holds features.
+    An output as large as an input is a signal.
     """
     shapes = [leaf.shape for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if output.ndim < 2 or (not named and output.shape in shapes):
@@ -187,12 +189,12 @@ def _class_axis(output: Tensor, batch: Batch, named: bool) -> int | None:
     return axis if output.shape[axis] > 1 else None
 
 
-def _mask(batch: Batch, classes: Tensor) -> Tensor | None:
-    """The tokens that are no padding."""
+def _mask(batch: Batch, output: Tensor) -> Tensor | None:
+    """The tokens that are no padding, where the output has a row for every token. (examples, tokens)"""
     found = (batch.get(name) for name in _MASKS) if isinstance(batch, Mapping) else ()
-    fitting = (m for m in found if isinstance(m, Tensor) and m.shape == classes.shape)
+    fitting = (m for m in found if isinstance(m, Tensor) and m.ndim == 2 and m.shape == output.shape[:2])
     mask = next(fitting, None)
-    return None if mask is None else mask.bool().to(classes.device)
+    return None if mask is None else mask.bool().to(output.device)
 
 
 def _sampled(output: Tensor) -> Tensor:

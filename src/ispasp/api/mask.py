@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.api.survey import survey
+from ispasp.calibrate.batches import one_batch
 from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.atoms import resolve
 from ispasp.graph.interrupts import uninterrupted
 from ispasp.graph.process import one_at_a_time
 from ispasp.graph.trace import Batch
+from ispasp.graph.wrappers import plain
 from ispasp.surgery.attempt import Failure, attempt
 from ispasp.surgery.remove import Undo, fitting, remove_, row_norms, set_data
 from ispasp.surgery.verify import relative_error, tolerance
@@ -28,9 +30,10 @@ Axes = dict[str, set[int]]  # tensor -> axes that are summed over with activatio
 def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
     """Within the block the model computes as if the units that the plan does not keep were gone; shapes stay.
 
-    Weights that read removed units are zero, which is exact; it is compared with the surgery's output on the `batch`,
-    and refused with `SurgeryError` where it cannot be done by weights. Afterwards, also after an exception, every
-    tensor is what it was. Train a copy instead: `copy.deepcopy(masked)` inside the block stays masked.
+    Weights that read removed units are zero, which is exact; it is compared with the surgery's output on the `batch`
+    (one, as for `survey`), and refused with `SurgeryError` where it cannot be done by weights. Afterwards, also after
+    an exception, every tensor is what it was. Train a copy instead: `copy.deepcopy(masked)` inside the block stays
+    masked.
 
     >>> from ispasp.api.survey import survey
     >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4)
@@ -44,8 +47,8 @@ def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
         raise InputError(f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5) or result.plan")
     undo = Undo()
     try:
-        with one_at_a_time():
-            _mask(model, plan, batch, undo)
+        with one_at_a_time(), plain(model) as inner:
+            _mask(inner, plan, one_batch(inner, batch), undo)
         yield model
     finally:
         with uninterrupted():

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ispasp.calibrate.batches import one_batch
 from ispasp.errors import ExportError, InputError, IspaspError, MissingExtraError
 from ispasp.files.writing import workspace
 from ispasp.graph.process import one_at_a_time, quiet
 from ispasp.graph.trace import Batch, call_arguments, evaluating
+from ispasp.graph.wrappers import plain
 from ispasp.surgery.masking import tensors_in
 from ispasp.surgery.verify import output_of, relative_error
 
@@ -34,8 +36,9 @@ def export_onnx(
 ) -> float:
     """Write the model as ONNX and return the relative error of onnxruntime's output against torch's.
 
-    `batch` is one example call, as for `survey`. The first axis of its tensors becomes the dynamic axis "batch" if the
-    file then also agrees with torch on the batch put twice; otherwise the export is for the batch's own shapes.
+    `batch` is one batch, as for `survey`; a wrapped model is written without its wrapper. The first axis of the
+    batch's tensors becomes the dynamic axis "batch" if the file then also agrees with torch on the batch put twice;
+    otherwise the export is for the batch's own shapes.
     The model runs in eval mode, as it will in onnxruntime, and its own mode is restored. Weights lie inside the file,
     from 2 GiB on beside it in `<path>.data`. Where the error exceeds `tolerance` nothing is written and `ExportError`
     is raised; float16 needs about `tolerance=1e-2`.
@@ -45,17 +48,18 @@ def export_onnx(
     ...     export_onnx(nn.Linear(4, 2), torch.ones(3, 4), f"{folder}/model.onnx") < 1e-4
     True
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     if not tolerance >= 0:
         raise InputError(f"tolerance={tolerance}: pass a relative error >= 0, such as 1e-4")
-    _require("onnx", "onnxscript", "onnxruntime")
-    path = Path(path)
-    batch = _in_order(model, batch)
+    with one_at_a_time(), plain(model) as inner:
+        _require("onnx", "onnxscript", "onnxruntime")
+        return _write(inner, _in_order(inner, one_batch(inner, batch)), Path(path), opset, tolerance)
+
+
+def _write(model: nn.Module, batch: Batch, path: Path, opset: int | None, tolerance: float) -> float:
     twice = _doubled(batch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with workspace(path.parent) as fresh, one_at_a_time(), quiet(*_TALKATIVE):
+        with workspace(path.parent) as fresh, quiet(*_TALKATIVE):
             made = fresh / path.name
             error = None if twice is None else _try_dynamic(model, batch, twice, made, opset, tolerance)
             if error is None:

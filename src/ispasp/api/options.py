@@ -23,6 +23,7 @@ from ispasp.calibrate.gradients import Loss
 from ispasp.calibrate.limit import Limit
 from ispasp.compensate.solve import RIDGE
 from ispasp.errors import InputError
+from ispasp.graph.wrappers import unwrapped
 from ispasp.select import Selector, selector
 from ispasp.surgery.remove import check_optimizer
 from ispasp.train.losses import loss_of
@@ -150,12 +151,12 @@ def _skipped(model: nn.Module, skip: Any) -> tuple[str | Inside, ...]:
         raise InputError(f"skip={skip!r}: pass a list of names or globs, such as ['layer1.*'], or of modules")
     paths = {module: path for path, module in model.named_modules()}
     for module in listed:
-        if isinstance(module, nn.Module) and not paths.get(module):
+        if isinstance(module, nn.Module) and not paths.get(unwrapped(module)):
             raise InputError(
                 f"skip holds a {type(module).__name__} that is no layer of the model: pass its modules, or names such "
                 "as 'layer1.*'"
             )
-    return tuple(Inside(paths[each]) if isinstance(each, nn.Module) else each for each in listed)
+    return tuple(Inside(paths[unwrapped(each)]) if isinstance(each, nn.Module) else each for each in listed)
 
 
 def positive(value: object) -> bool:

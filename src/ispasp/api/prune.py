@@ -79,8 +79,9 @@ def prune(
                    network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
       kinds, scope which hidden dimensions, as in `ispasp.survey`
       skip         hidden dimensions that stay whole: names, globs, or modules that make them
-      examples     how many are taken of the batches, None for all. "auto": 1,024, and fewer where examples are large
-                   (65,536 tokens, or 256 images of 3 x 224 x 224): beyond that little is gained, at a cost that grows
+      examples     how many are taken of the batches, by each process, None for all. "auto": 1,024, and fewer where
+                   examples are large (65,536 tokens, or 256 images of 3 x 224 x 224): beyond that little is gained, at
+                   a cost that grows
       round_to     widths become multiples of this, e.g. 8
       recalibrate  estimate BatchNorm statistics anew from the batches afterwards
       finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper

@@ -46,7 +46,7 @@ def batches_in(given: Any, model: nn.Module) -> Iterable[Any]:
         )
     if isinstance(given, (tuple, list)) and _is_one_batch(given, model):
         return [given]
-    return _Kept(given) if isinstance(given, Iterator) else given
+    return Kept(given) if isinstance(given, Iterator) else given
 
 
 def _is_one_batch(given: tuple[Any, ...] | list[Any], model: nn.Module) -> bool:
@@ -73,14 +73,16 @@ def _is_mask(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
 
-class _Kept:
-    """An iterator that can be gone through again."""
+class Kept:
+    """Batches that are read once, and can be gone through again; no more are read than asked for."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
+    def __init__(self, batches: Iterable[Any]) -> None:
+        """Nothing is read yet."""
+        self._iterator = iter(batches)
         self._read: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
+        """From the first batch on."""
         number = 0
         while True:
             if number == len(self._read):
