@@ -102,7 +102,7 @@ def compare_methods(
     if not chosen or not amounts:
         raise InputError("nothing to compare: pass at least one method and one keep, such as keep=[0.25, 0.5]")
     found = batches_in(batches, model)
-    given = found if isinstance(found, Sequence) else Kept(found)  # a loader may shuffle
+    given: Iterable[Any] = found if isinstance(found, Sequence) else Kept(found)  # a loader may shuffle
     runs = [(label, method, amount) for label, method in chosen.items() for amount in amounts]
     before: dict[str, Any] = {}
     dense: dict[str, Any] = {}
