@@ -249,7 +249,7 @@ WRONG = {
     "seed beyond all": (["prune", "nets.py:tiny", *DATA, "--seed", "9" * 30], "Invalid value for '--seed'"),
     "keep nothing": (["prune", "nets.py:tiny", *DATA, "--keep", "0"], "keep=0 would leave"),
     "glob without value": (["prune", "nets.py:tiny", *DATA, "--keep", "0="], "--keep 0=: pass GLOB=0.5"),
-    "macs that cannot be": (["prune", "nets.py:tiny", *DATA, "--macs", "0.0001"], "cannot be met"),
+    "macs that cannot be": (["prune", "nets.py:tiny", *DATA, "--macs", "0.0001"], "is out of reach"),
     "neither true nor false": (
         ["prune", "nets.py:tiny", *DATA, "--method", "ispasp:minibatches=maybe"],
         "minibatches is 'maybe': pass minibatches=true or minibatches=false",

@@ -176,3 +176,22 @@ def test_calibration_does_not_write_into_a_batch() -> None:
     found = Passage(Circuit(trace(model, x), {}), x, named_tensors(model), Edits()).advance()
     assert torch.equal(x, X)
     torch.testing.assert_close(found[0], model(x.clone()))
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x.view(-1)[:, None])))
+
+
+def test_slices_are_batches_too() -> None:
+    """A trace copies its inputs, so a view in it fits the memory of the copy, not that of a slice."""
+    slices = list(torch.randn(12, 9, dtype=torch.float64)[:, :4].split(6))
+    found, expected = (
+        ispasp.prune(alive(Views()), batches, hold_out=False, progress=False).model.state_dict()
+        for batches in (slices, [part.contiguous() for part in slices])
+    )
+    assert all(torch.equal(found[key], value) for key, value in expected.items())

@@ -133,7 +133,7 @@ def prunings(rank: int) -> dict[str, Callable[[], Any]]:
         "order": lambda: prune(order="oneshot" if odd else "sequential"),
         "skip": lambda: prune(skip=["a"] if odd else []),
         "recalibrate": lambda: prune(recalibrate=odd),
-        "loss": lambda: prune(method="taylor", loss=(lambda y, _: y.sum()) if odd else None),
+        "loss": lambda: prune(method="gfs", loss=(lambda y, _: y.sum()) if odd else None),
         "finetune_between": lambda: prune(finetune_between=trained_apart(0) if odd else None),
         "wrong option": lambda: prune(ridge=-1.0 if odd else 0.01),
         "unknown option": lambda: prune(**({"sparsity": 0.5} if odd else {})),

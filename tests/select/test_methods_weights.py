@@ -156,7 +156,7 @@ REFUSED = {
         "producers is a list: pass a weight, a Producer, or a list of Producers",
     ),
     "a bias for a producer": (lambda: select_units(A, S4[None], 1, "l1", producers=S4), r"\(channels, fan-in\)"),
-    "a need nobody knows": (lambda: select_units(A, S4[None], 1, Misspelt()), r"unknown statistic \['grams'\]"),
+    "a need nobody knows": (lambda: select_units(A, S4[None], 1, Misspelt()), r"'grams'"),
 }
 
 

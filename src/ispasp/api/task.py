@@ -23,8 +23,8 @@ def check_loss(selector: Selector, loss: Loss | None) -> None:
     """A method that needs gradients needs a loss."""
     if "sensitivity" in selector.needs and loss is None:
         raise InputError(
-            f"method {selector.name!r} needs a loss: pass loss=lambda output, batch: ..., for example "
-            "cross_entropy(output, batch[1]), with batches that carry labels and input_of=lambda batch: batch[0]"
+            f"method {selector.name!r} needs a loss: pass loss=nn.CrossEntropyLoss() with batches of "
+            "(inputs, labels), or any loss=lambda output, batch: ..."
         )
 
 

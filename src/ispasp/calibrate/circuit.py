@@ -119,7 +119,11 @@ class Circuit:
         leaves = iter(pytree.tree_leaves(call_arguments(batch)))
         nodes = self.trace.graph.find_nodes(op="placeholder")
         values = {node: next(leaves) for node in nodes if self.trace.sources[node.name].kind == "input"}
-        return {node: value.clone() if node in self.writes else value for node, value in values.items()}
+        return {node: value.clone() if self._copies(node, value) else value for node, value in values.items()}
+
+    def _copies(self, node: fx.Node, value: Any) -> bool:
+        """Whether an input is copied: the graph writes into it, or its memory is laid out unlike in the trace."""
+        return node in self.writes or (isinstance(value, Tensor) and not value.is_contiguous())
 
 
 def caller(node: fx.Node, model: nn.Module) -> nn.Module | None:

@@ -127,6 +127,15 @@ def folding(model: nn.Module, layers: Folding | None = None) -> Iterator[Folding
         raise
 
 
+@contextmanager
+def folded_for_now(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """A block in which these layers are plain ones."""
+    with folding(model) as layers:
+        layers.fold(paths)
+        yield
+        layers.restore()
+
+
 def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple[str, ...]:
     """Paths of the layers that must be folded before their units, or units they read, can go.
 

@@ -26,6 +26,7 @@ from ispasp.api.apply import apply_
 from ispasp.api.survey import Survey, survey
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.report import track
+from ispasp.surgery.fold import folded_for_now
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.verify import output_of, relative_error
 from ispasp.types import units_to_keep
@@ -139,7 +140,8 @@ def measure(case: Case, keep: float = 0.5) -> Row:
         return Row(case.name, case.group, "nothing to remove", why, seconds=time.perf_counter() - started)
     surveyed = time.perf_counter() - started
     plan = found.plan(random_units(found, keep))
-    expected = masked_output(found.analysis, model, batch, plan.kept)
+    with folded_for_now(model, found.structure.folded):  # as it was analysed
+        expected = masked_output(found.analysis, model, batch, plan.kept)
     change = relative_error(expected, output_of(model, batch))
     started = time.perf_counter()
     apply_(model, plan, batch, checked_by=found)
