@@ -14,7 +14,7 @@ import ispasp
 from support.masking import distance, masked, output, trains
 from support.networks import LEAVES, NESTED, Network, networks
 
-EXAMPLES = int(os.environ.get("ISPASP_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("ISPASP_EXAMPLES", "15"))
 TOLERANCE = 1e-9
 fuzz = settings(
     max_examples=EXAMPLES,
@@ -48,6 +48,17 @@ def random_plan(data: st.DataObject, survey: ispasp.Survey) -> ispasp.Plan:
 @fuzz
 @given(network=networks(), data=st.data())
 def test_removal_equals_masking(network: Network, data: st.DataObject) -> None:
+    check_removal(network, data)
+
+
+@pytest.mark.long
+@settings(fuzz, max_examples=8 * EXAMPLES)
+@given(network=networks(), data=st.data())
+def test_removal_equals_masking_on_many_networks(network: Network, data: st.DataObject) -> None:
+    check_removal(network, data)
+
+
+def check_removal(network: Network, data: st.DataObject) -> None:
     model, batch = network.model, network.batch
     before = copy.deepcopy(model.state_dict())
     dense_output = output(model, batch)

@@ -29,11 +29,10 @@ PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]
 TORCHVISION = ["resnet18", "shufflenet_v2_x0_5", "squeezenet1_1"]
 TIMM = ["mobilenetv2_050", "resnetv2_18", "seresnet18", "vit_tiny_patch16_224"]
 TRANSFORMERS = [
-    *("bert", "roberta", "distilbert", "albert", "electra", "deberta_v2", "modernbert", "vit", "deit", "swin", "beit"),
-    *("dinov2", "convnext", "resnet", "mobilenet_v2", "segformer", "gpt2", "opt", "bloom", "gpt_neox", "llama"),
-    *("mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "t5", "bart", "whisper", "wav2vec2", "clip_vision"),
-    *("mamba", "falcon_new", "clip"),
+    *("bert", "deberta_v2", "modernbert", "vit", "swin", "mobilenet_v2", "gpt2", "bloom", "llama", "gemma2", "phi3"),
+    *("mixtral", "t5", "whisper", "wav2vec2", "mamba", "falcon_new", "clip"),
 ]
+# To `make test-long`: what is large, or much like one of the others.
 LARGE_TORCHVISION = [
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "maxvit_t", "mnasnet0_5"),
     *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "swin_t", "vit_l_16"),
@@ -43,6 +42,10 @@ LARGE_TIMM = [
     *("ghostnet_050", "mixer_s32_224", "nf_regnet_b0", "skresnet18", "swin_tiny_patch4_window7_224", "tinynet_e"),
     "xcit_nano_12_p16_224",
 ]
+MORE_TRANSFORMERS = [
+    *("roberta", "distilbert", "albert", "electra", "deit", "beit", "dinov2", "convnext", "resnet", "segformer", "opt"),
+    *("gpt_neox", "mistral", "qwen2", "qwen3", "bart", "clip_vision"),
+]
 SMALLER = [
     *PLAIN,
     *(f"torchvision/{name}" for name in TORCHVISION),
@@ -50,6 +53,7 @@ SMALLER = [
     *(f"transformers/{name}" for name in TRANSFORMERS),
     *(pytest.param(f"torchvision/{name}", marks=pytest.mark.long) for name in LARGE_TORCHVISION),
     *(pytest.param(f"timm/{name}", marks=pytest.mark.long) for name in LARGE_TIMM),
+    *(pytest.param(f"transformers/{name}", marks=pytest.mark.long) for name in MORE_TRANSFORMERS),
 ]
 
 

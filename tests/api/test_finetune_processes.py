@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -174,6 +175,7 @@ def test_two_processes_of_torchrun_equal_one(tmp_path: Path) -> None:
         assert not torch.isclose(noise[0][name], noise[1][name]).any()
 
 
+@pytest.mark.long
 def test_two_processes_of_accelerate_launch_take_its_precision(tmp_path: Path) -> None:
     launched(ACCELERATE, tmp_path)
     check_equal(tmp_path, "bf16", trained("uneven", mixed_precision="bf16"), rtol=0.02, atol=0.01)

@@ -119,6 +119,7 @@ def test_the_first_recipe_yields_the_printed_count(surveys: Mapping[str, ispasp.
 
 
 @requires_vision
+@pytest.mark.long
 def test_rows_are_what_the_survey_says(rows: list[experiment.Row], surveys: Mapping[str, ispasp.Survey]) -> None:
     chosen = {row.recipe: row for row in rows if row.chosen}
     assert sum(row.chosen for row in rows) == len(chosen) == len(recipes)  # each recipe is just one of its readings
@@ -134,6 +135,7 @@ def test_rows_are_what_the_survey_says(rows: list[experiment.Row], surveys: Mapp
 
 
 @requires_vision
+@pytest.mark.long
 def test_dense_rows_and_counts_with_norms(rows: list[experiment.Row]) -> None:
     dense = {row.recipe: row for row in rows if row.reading == "dense"}
     assert [row.blocks for row in dense.values()] == [(), ()]
@@ -142,6 +144,7 @@ def test_dense_rows_and_counts_with_norms(rows: list[experiment.Row]) -> None:
 
 
 @requires_vision
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["resnet34-2.69G", "mobilenet_v2-220M"])
 def test_counts_with_norms_are_those_of_the_pruned_model(
     name: str, rows: list[experiment.Row], surveys: Mapping[str, ispasp.Survey]
@@ -168,6 +171,7 @@ def test_counts_with_norms_are_those_of_the_pruned_model(
 
 
 @requires_vision
+@pytest.mark.long
 def test_table_and_json(rows: list[experiment.Row]) -> None:
     table = experiment.as_table(rows)
     assert all(name in table for name in recipes)

@@ -94,7 +94,7 @@ def test_applied_plans_compose_with_the_last_one_given(tmp_path: Path) -> None:
     assert distance(output(applied, X), output(model, X)) < 1e-6
 
 
-@settings(fuzz, max_examples=max(EXAMPLES // 10, 1))
+@settings(fuzz, max_examples=max(EXAMPLES // 5, 1))
 @given(network=networks(), data=st.data())
 def test_random_networks(network: Network, data: st.DataObject) -> None:
     model, plans = again(network), []

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from calibrate import accelerate_launch, prune_ranks
 from calibrate.test_prune_ranks import check_equal_to_one_process
 
 
+@pytest.mark.long
 def test_two_ranks_under_accelerate_launch_equal_one_process(tmp_path: Path) -> None:
     command = [accelerate_launch.__file__, *accelerate_launch.TWO, "--mixed_precision", "no"]
     subprocess.run([sys.executable, *command, prune_ranks.__file__, str(tmp_path)], check=True, timeout=300)  # noqa: S603

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Reads:
     call: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Written:
     """A network with all that the naive procedure has to know of it."""
 
@@ -65,7 +66,7 @@ def naive(net: Written, method: str, keep: float, how: str) -> Kept:
     What is decided is removed from a copy (`how="surgery"`), or zero where it is read (`"masking"`).
     """
     model, kept = net.build(), {}
-    found = ispasp.survey(model, net.batches()[0], scope="all", check=False) if how == "surgery" else None
+    found = _survey(net) if how == "surgery" else None
     for name in net.names:
         count = max(1, int(keep * net.units(name) + 0.5))
         if method in ("l1", "l2"):
@@ -88,6 +89,11 @@ def naive(net: Written, method: str, keep: float, how: str) -> Kept:
             total = part if total is None else total + part
         kept[name] = chooser.select(total, count).kept
     return kept
+
+
+@cache
+def _survey(net: Written) -> ispasp.Survey:
+    return ispasp.survey(net.build(), net.batches()[0], scope="all", check=False)
 
 
 def _by_weight(model: nn.Module, paths: Sequence[str], units: int, count: int, power: int) -> tuple[int, ...]:
