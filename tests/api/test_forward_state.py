@@ -176,12 +176,13 @@ class Mapped(nn.Module):
 
 
 def test_vmap_in_a_forward() -> None:
-    model = Mapped().double().eval()
+    model, threads = Mapped().double().eval(), threading.active_count()
     with model_unchanged(model, "prune"):
         result = ispasp.prune(model, [X.double()], compensate=None, progress=False)
     assert {name: len(kept) for name, kept in result.plan.kept.items()} == {"a": 8, "b": 4, "c": 6}
     assert result.verified < 1e-12
     assert result.model(X.double()).shape == (9, 4)
+    assert threading.active_count() == threads
 
 
 def test_a_vmap_that_fails_leaves_the_process_as_it_was() -> None:

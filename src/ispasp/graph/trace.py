@@ -227,11 +227,24 @@ def _without_vmap(program: Any) -> Any:
     """The program without torch.vmap, whose nodes come in pairs that nobody may stop between: on batched tensors."""
     if not any("functorch" in getattr(node.target, "__module__", "") for node in program.graph.nodes):
         return program
-    program = program.run_decompositions({})
+    with _without_monitor():
+        program = program.run_decompositions({})
     (output,) = program.graph.find_nodes(op="output")
     specs = program.graph_signature.output_specs
     output.args = (tuple(a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"),)
     return program
+
+
+@contextmanager
+def _without_monitor() -> Iterator[None]:
+    """torch draws a progress bar that nobody sees; tqdm would start a thread for it that never ends."""
+    bar: Any = torch.hub.tqdm
+    before = getattr(bar, "monitor_interval", 0)
+    bar.monitor_interval = 0
+    try:
+        yield
+    finally:
+        bar.monitor_interval = before
 
 
 class _DependsOnDataError(Exception):
