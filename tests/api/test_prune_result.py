@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from dataclasses import fields, replace
 from typing import Any
@@ -217,3 +218,12 @@ def test_save_and_load(tmp_path: Any) -> None:
         alive(ResNet()), [IMAGES], {n: list(k) for n, k in plan.kept.items()}, compensate=None, progress=False
     )
     assert bare.plan.kept == result.plan.kept
+
+
+def test_settings_are_complete() -> None:
+    net = alive(mlp(6, 10, 8, 3))
+    settings = strict(ispasp.prune(net, [X], kinds="neuron", skip=[net[0], "0*"], progress=False).to_json())["settings"]
+    told = {"kinds": ["neuron"], "skip": ["0", "0*"], "examples": 30, "scope": "blocks", "keep": 0.5}
+    assert told.items() <= settings.items()
+    versions = {"ispasp": ispasp.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert settings["versions"] == versions

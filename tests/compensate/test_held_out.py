@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ispasp
 from ispasp.compensate.solve import RIDGE, held_out, solve
 from ispasp.compensate.sums import Halves, sums_of
+from support.nets import alive
 
 
 def data(rows: int, noise: float, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,8 +95,8 @@ def test_too_few_examples_are_told(net: nn.Module) -> None:
         "8 examples make 8 rows, fewer than the columns that 1 of 1 layers are refitted by: "
         "about 320 examples would do",
     )
-    assert result.advice[0] in str(result)
-    assert ispasp.prune(net, [torch.randn(64, 16).double()], 0.5, progress=False).advice == ()
+    assert result.advice[0] in " ".join(str(result).split())
+    assert ispasp.prune(net, [torch.randn(640, 16).double()], 0.5, progress=False).advice == ()
 
 
 def test_some_of_many_outputs_choose_the_ridge_and_all_are_measured() -> None:
@@ -110,3 +111,19 @@ def test_some_of_many_outputs_choose_the_ridge_and_all_are_measured() -> None:
     assert found.ridge == min(each, key=lambda r: each[r].after if each[r] else math.inf)
     assert found.after == each[found.ridge].after
     assert found.before == pytest.approx(float(T.square().sum()))
+
+
+def test_advice_where_new_examples_are_fitted_much_worse() -> None:
+    """There are as many rows as columns, but the fit learns the examples by heart; more of them are as good as new."""
+    torch.manual_seed(0)
+    net = alive(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8)))
+    few, many = (torch.randn(n, 64).double() for n in (80, 1000))
+    result = ispasp.prune(net, [few], 0.5, ridge=1e-6, progress=False)
+    (layer,) = result.layers
+    assert layer.held_out_error is not None and layer.held_out_error > 1.25 * layer.relative_error
+    (advice,) = result.advice
+    assert advice.startswith("1 of 1 layers fit the calibration examples much better than new ones, 2 most of all")
+    assert f"(error {layer.relative_error:.1%}, held out {layer.held_out_error:.1%})" in advice
+    wanted = int(advice.split("about ")[1].split()[0].replace(",", ""))
+    assert 80 < wanted < 800
+    assert ispasp.prune(net, [many[:wanted]], 0.5, ridge=1e-6, progress=False).advice == ()

@@ -239,3 +239,14 @@ def test_a_dumbbell_and_a_skyline_keep_the_order_of_their_numbers() -> None:
     assert len(heights) == 200
     assert heights[3] < heights[30] < heights[60]
     assert roots({"fc": ((1, 2), (0.25, -1e-12))}) == {"fc": ((1, 2), [0.5, 0.0])}
+
+
+def test_settings_are_written_as_people_read_them() -> None:
+    told = result()
+    told["settings"] |= {"versions": {"torch": "2.9", "python": "3.11"}, "skip": [], "kinds": ["head", "filter"],
+                         "preprocessing": {"size": 224, "mean": [0.485, 0.456, 0.406]}, "weights": ""}  # fmt: skip
+    said = " ".join(" ".join(Page(html(told)).words).split())
+    assert "versions torch 2.9 python 3.11" in said
+    assert "preprocessing size 224 mean 0.485, 0.456, 0.406" in said
+    assert "skip none kinds head, filter" in said
+    assert "weights none" in said

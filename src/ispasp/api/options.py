@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+import ispasp
 from ispasp.api.evaluation import Evaluate
 from ispasp.api.job import Compensate, Refitted
 from ispasp.api.recipes import Recipe
@@ -111,10 +113,12 @@ class Options:
         }
 
     def described(self) -> dict[str, Any]:
-        """The settings as JSON can hold them."""
+        """The settings as JSON can hold them, and the versions that they go with."""
         named = ("compensate", "order", "scope", "round_to", "recalibrate", "memory", "ridge", "refit", "hold_out")
         plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
-        return {"method": str(self.method), "keep": _described(self.keep), **plain}
+        what = {"kinds": list(self.kinds), "skip": [str(each) for each in self.skip]}
+        versions = {"ispasp": ispasp.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        return {"method": str(self.method), "keep": _described(self.keep), **plain, **what, "versions": versions}
 
 
 def _described(keep: Any) -> int | float | str:

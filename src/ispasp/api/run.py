@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -348,12 +349,26 @@ def _amplified(evidence: Evidence) -> tuple[str, ...]:
 def _few_examples(job: Job) -> tuple[str, ...]:
     short = [refit for refit in job.refits.values() if refit.wanted]
     if not short:
-        return ()
+        return _unsteady(job)
     worst = max(short, key=lambda refit: refit.wanted)
     given = "1 example makes" if worst.examples == 1 else f"{worst.examples:,} examples make"
     return (
         f"{given} {worst.rows:,} rows, fewer than the columns that {len(short)} of {len(job.refits)} layers are "
         f"refitted by: about {worst.wanted:,} examples would do",
+    )
+
+
+def _unsteady(job: Job) -> tuple[str, ...]:
+    """Enough rows to fit, but too few to fit well."""
+    fitted = {number: refit for number, refit in job.refits.items() if refit.steady}
+    if not fitted:
+        return ()
+    number, worst = max(fitted.items(), key=lambda item: item[1].steady)
+    inside, outside = (math.sqrt(error) for error in worst.errors or (0.0, 0.0))
+    path = next((reader.path for reader in job.readers if reader.number == number), "one")
+    return (
+        f"{len(fitted)} of {len(job.refits)} layers fit the calibration examples much better than new ones, {path} "
+        f"most of all (error {inside:.1%}, held out {outside:.1%}): about {worst.steady:,} examples would do",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -53,13 +52,10 @@ class Job:
         """Everything that decides the result beside what `Result.settings` tells."""
         prepare, scorer = self.found.preprocessing, self.scorer
         return {
-            "kinds": list(self.chosen["kinds"]),
-            "skip": list(self.chosen["skip"]),
             "examples": min(self.examples, self.found.count),
             "batch_size": self.batch_size,
             **({"preprocessing": prepare.to_dict()} if prepare else {}),
             **({"scored_on": scorer.text} if scorer else {}),
-            "versions": {"ispasp": ispasp.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
 
 

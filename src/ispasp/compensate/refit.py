@@ -23,6 +23,8 @@ from ispasp.types import Consumer, ConvConsumer
 
 _ENTRIES = 2**25  # of the patches that are laid out at once
 _ENOUGH = 10  # rows for every column
+_FAR = 1.25**2  # times the squared error on its own examples: fewer than about six rows for every column
+_SMALL = 0.01  # squared: a layer that is 10 % off on new examples does not need advice
 _ROUNDING = 1e-12  # of a difference of sums
 _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make good for a skip connection
 
@@ -44,6 +46,31 @@ class Refit:
     wanted: int = 0
     examples: int = 0
     rows: int = 0
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """Squared relative errors on the examples of the fit and on held-out ones, where both are known."""
+        if not self.held_out or not self.held_out[1] > 0 or not self.size > 0:
+            return None
+        return self.after / self.size, self.held_out[0] / self.held_out[1]
+
+    @property
+    def steady(self) -> int:
+        """How many examples would do, where the error on held-out ones is far above that on the others; else 0.
+
+        A least-squares fit of p columns to n independent rows has 1 - p/n of the noise on these rows, and a fit to half
+        of them 1 + 2p/n on the other half. The ratio of both tells n/p, whatever the noise; rows that resemble each
+        other count as fewer. Ten rows for every column would do.
+
+        >>> Refit(1.0, 0.16, 1.0, held_out=(0.4356, 1.0), examples=100).steady
+        365
+        >>> Refit(1.0, 0.16, 1.0, held_out=(0.17, 1.0), examples=100).steady
+        0
+        """
+        if self.errors is None or self.errors[1] <= max(_SMALL, _FAR * self.errors[0]):
+            return 0
+        inside, outside = self.errors
+        return math.ceil(self.examples * _ENOUGH * (outside - inside) / (outside + 2 * inside))
 
 
 @dataclass(frozen=True, eq=False)

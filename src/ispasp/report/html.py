@@ -10,7 +10,7 @@ from typing import Any
 from ispasp.errors import visible
 from ispasp.report import html_svg as svg
 from ispasp.report.html_style import CSS
-from ispasp.report.html_text import broken, count, finite, percent, rounding
+from ispasp.report.html_text import broken, count, finite, percent, rounding, setting
 
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
@@ -212,7 +212,7 @@ def _grouped(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _settings(result: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{_setting(value)}</dd></div>"
+        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{setting(value)}</dd></div>"
         for key, value in result.get("settings", {}).items()
     )
     command = f"<pre>{escape(str(result['command']))}</pre>" if result.get("command") else ""
@@ -234,7 +234,3 @@ def _certificate(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]])
         f"<p>{said}. Rounding only: otherwise pruning stops with an error.</p>{each}"
         f"{'<h2>Not proved</h2>' + _grouped(missing) if missing else ''}</section>"
     )
-
-
-def _setting(value: Any) -> str:
-    return f"<code>{escape(str(value))}</code>" if value is not None else '<span class="none">none</span>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -42,3 +43,25 @@ def broken(text: Any) -> str:
 def finite(value: Any) -> bool:
     """Whether a value is a number to be drawn."""
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def setting(value: Any) -> str:
+    """A setting: a mapping has a line for every name, a list has commas.
+
+    >>> setting({"torch": "2.9", "mean": [0.485, 0.4560000001]}), setting(()), setting(True)
+    ('<code>torch 2.9</code><br><code>mean 0.485, 0.456</code>', '<span class="none">none</span>', '<code>yes</code>')
+    """
+    if isinstance(value, Mapping) and value:
+        return "<br>".join(f"<code>{escape(f'{key} {_plain(each)}')}</code>" for key, each in value.items())
+    text = _plain(value)
+    return f"<code>{escape(text)}</code>" if text else '<span class="none">none</span>'
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None or value == {} else str(value)
