@@ -28,7 +28,7 @@ from ispasp.calibrate.team_statistics import sums
 from ispasp.select.ispasp import ISpaSP
 from ispasp.types import ConvConsumer, LinearConsumer, Reading, Statistics
 from ispasp.types.geometry import Geometry
-from ispasp.types.statistics import Sensitivity
+from ispasp.types.statistic import Sensitivity
 
 UNITS, SIZE = 12, 3
 SIZES = ((5, 5), (7, 6), (5, 5))  # of the maps that each rank sees
@@ -52,7 +52,7 @@ def shard(rank: int) -> Statistics:
     return Statistics(
         UNITS,
         (
-            Reading(conv, first.moment, first.magnitude, first.gram, felt),
+            Reading(conv, *first.statistics.values(), felt),
             measure(linear, H.mean((2, 3)), ("moment", "gram")),
         ),
     )

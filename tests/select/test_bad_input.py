@@ -24,7 +24,7 @@ def statistics(total: object, examples: int = 3) -> Statistics:
 
 
 def magnitudes(total: torch.Tensor, examples: int = 3) -> Statistics:
-    return Statistics(4, (Reading(A, magnitude=Magnitude(total, examples)),))
+    return Statistics(4, (Reading(A, Magnitude(total, examples)),))
 
 
 def convolve(**geometry: object) -> object:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from ispasp.calibrate import measure
-from ispasp.calibrate.patches import patches
 from ispasp.select import Evidence, energy, i_spasp, select_units
 from ispasp.types import ConvConsumer, LinearConsumer, Statistics
 from ispasp.types.geometry import Geometry
+from ispasp.types.patches import patches
 from support.problems import Problem, problems
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ispasp.calibrate import measure
-from ispasp.calibrate.patches import patches
 from ispasp.errors import InputError
 from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, ThiNet, select_units
 from ispasp.select.energy import columns
 from ispasp.select.obs import _Regression
 from ispasp.types import ConvConsumer, Gram, LinearConsumer, Reading, Statistics
 from ispasp.types.geometry import Geometry
+from ispasp.types.patches import patches
 from support.problems import Problem, problems
 
 FEW = settings(max_examples=max(1, settings.default.max_examples // 2))
@@ -178,7 +178,7 @@ def rounded(seed: int) -> Statistics:
     """A singular Gram matrix that was summed in float32, so it has negative eigenvalues."""
     g = torch.Generator().manual_seed(seed)
     A, H = LinearConsumer(torch.randn(6, 30, generator=g)), torch.randn(4, 30, generator=g)
-    return Statistics(30, (Reading(A, gram=Gram((H.T @ H)[None], 4)),))
+    return Statistics(30, (Reading(A, Gram((H.T @ H)[None], 4)),))
 
 
 @pytest.mark.parametrize("cls", ON_GRAMS)
@@ -194,7 +194,7 @@ def test_a_gram_matrix_that_is_none_says_so() -> None:
     A = LinearConsumer(torch.eye(2))
     indefinite = Gram(torch.tensor([[[1.0, 2.0], [2.0, 1.0]]]), 1)
     with pytest.raises(InputError, match="not positive definite with ridge=1e-06.*larger ridge"):
-        OBS().select(Statistics(2, (Reading(A, gram=indefinite),)), 1)
+        OBS().select(Statistics(2, (Reading(A, indefinite),)), 1)
 
 
 @pytest.mark.parametrize("ridge", [0, -1.0, float("inf"), float("nan"), "small", True])

@@ -74,7 +74,7 @@ def test_the_factors_of_thinet_stay_where_the_data_do_not_decide() -> None:
     assert ThiNet().factors(statistics, (0, 1, 2)) == pytest.approx((2.0, 2.0, 1.0), abs=1e-5)  # twins share
     assert ThiNet(rescale=False).factors(statistics, (0, 1, 2)) == ()
     indefinite = Gram(torch.tensor([[[1.0, 2.0], [2.0, 1.0]]]), 1)
-    broken = Statistics(2, (Reading(LinearConsumer(torch.ones(1, 2)), gram=indefinite),))
+    broken = Statistics(2, (Reading(LinearConsumer(torch.ones(1, 2)), indefinite),))
     assert ThiNet().factors(broken, (0, 1)) == (1.0, 1.0)
 
 

@@ -96,7 +96,7 @@ def test_a_concatenation_has_units_that_only_one_producer_makes() -> None:
 
 def test_several_consumers_add_their_sensitivities() -> None:
     readings = [
-        Reading(A, sensitivity=Sensitivity(torch.tensor(total), 5)) for total in ([1.0, 2, 0, 3], [5.0, 0, 1, 0])
+        Reading(A, Sensitivity(torch.tensor(total), 5)) for total in ([1.0, 2, 0, 3], [5.0, 0, 1, 0])
     ]
     assert Taylor().select(Statistics(4, tuple(readings)), 2).kept == (0, 3)
 
@@ -136,15 +136,15 @@ REFUSED = {
     ),
     "no sensitivity": (lambda: select_units(A, S4[None], 1, "taylor"), "consumer 0 has no sensitivities: calibrate"),
     "a sensitivity per channel": (
-        lambda: Taylor().select(Statistics(4, (Reading(A, sensitivity=Sensitivity(torch.ones(8), 1)),)), 1),
+        lambda: Taylor().select(Statistics(4, (Reading(A, Sensitivity(torch.ones(8), 1)),)), 1),
         r"sensitivity of consumer 0 has shape \(8,\), its consumer needs \(4,\)",
     ),
     "a sensitivity of no data": (
-        lambda: Taylor().select(Statistics(4, (Reading(A, sensitivity=Sensitivity(S4, 0)),)), 1),
+        lambda: Taylor().select(Statistics(4, (Reading(A, Sensitivity(S4, 0)),)), 1),
         r"holds no data \(examples=0\)",
     ),
     "nan in a sensitivity": (
-        lambda: Taylor().select(Statistics(4, (Reading(A, sensitivity=Sensitivity(S4 * torch.nan, 1)),)), 1),
+        lambda: Taylor().select(Statistics(4, (Reading(A, Sensitivity(S4 * torch.nan, 1)),)), 1),
         "sensitivity of consumer 0 has 4 NaN",
     ),
     "producers as a module": (

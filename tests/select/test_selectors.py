@@ -57,7 +57,7 @@ def complete(problem: Problem, H: Tensor) -> Statistics:
     """Everything that any selector asks for; every example is a mini-batch."""
     measured = problem.statistics(H, MEASURED)
     readings = tuple(
-        replace(reading, sensitivity=sensitivity(problem, layer, H))
+        Reading(reading.consumer, *reading.statistics.values(), sensitivity(problem, layer, H))
         for reading, layer in zip(measured.readings, problem.layers, strict=True)
     )
     parts = tuple(problem.statistics(h) for h in H.split(1))
@@ -77,12 +77,11 @@ def relabelled(statistics: Statistics, to: list[int]) -> Statistics:
     old = torch.argsort(new)
 
     def rename(reading: Reading) -> Reading:
-        consumer, taken = reading.consumer, reading.sensitivity
-        return replace(
-            reading,
-            consumer=replace(consumer, units=new[consumer.unit_of()]),
-            sensitivity=None if taken is None else replace(taken, total=taken.total[old]),
-        )
+        felt = [
+            replace(taken, total=taken.total[old]) if isinstance(taken, Sensitivity) else taken
+            for taken in reading.statistics.values()
+        ]
+        return Reading(replace(reading.consumer, units=new[reading.consumer.unit_of()]), *felt)
 
     made = tuple(replace(producer, units=new[producer.unit_of()]) for producer in statistics.producers)
     parts = tuple(replace(part, readings=tuple(map(rename, part.readings))) for part in statistics.parts)
@@ -189,7 +188,7 @@ def measured(shape: str, factor: Tensor, made: Producer | None = None) -> Statis
         A(X).sum().backward()
         effect = (X.detach() * X.grad).movedim(1 if isinstance(A, ConvConsumer) else -1, 1)
         effect = effect.reshape(len(H), 12, -1).sum(2).abs().sum(0)
-        readings.append(replace(measure(A, X, MEASURED), sensitivity=Sensitivity(effect, len(H))))
+        readings.append(Reading(A, *measure(A, X, MEASURED).statistics.values(), Sensitivity(effect, len(H))))
     return with_task(Statistics(12, tuple(readings), () if made is None else (made,)))
 
 
@@ -257,7 +256,8 @@ def test_units_that_consumers_ignore_go_first(name: str) -> None:
     weight = A[0].weight * torch.where(ALIVE, 1.0, 0.02)
     reading = measure(LinearConsumer(weight), H, MEASURED)
     effect = (H * (weight.sum(0))).abs().sum(0)
-    statistics = with_task(Statistics(12, (replace(reading, sensitivity=Sensitivity(effect, len(H))),)))
+    felt = Reading(reading.consumer, *reading.statistics.values(), Sensitivity(effect, len(H)))
+    statistics = with_task(Statistics(12, (felt,)))
     assert selector(name).select(statistics, 4).kept == (0, 3, 6, 9)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from ispasp.api.survey import Survey
 from ispasp.calibrate.circuit import Edits, named_tensors
 from ispasp.calibrate.gradients import Loss
-from ispasp.calibrate.measure import STATISTICS
 from ispasp.calibrate.producers import producers
 from ispasp.calibrate.readers import Reader, readers
 from ispasp.calibrate.tally import Tally
@@ -26,6 +25,7 @@ from ispasp.errors import IspaspError
 from ispasp.graph.trace import Batch
 from ispasp.select import Selector
 from ispasp.types import Producer, Selection, Statistics
+from ispasp.types.statistic import measurable
 
 Compensate = Literal["local", "dense"] | None
 Refitted = Literal["consumers", "all"]
@@ -77,7 +77,7 @@ class Job:
     @property
     def data_needs(self) -> set[str]:
         """Statistics that calibration has to take of activations for the selector."""
-        return set(self.selector.needs) & set(STATISTICS)
+        return set(self.selector.needs) & set(measurable())
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
@@ -148,4 +148,4 @@ class Job:
 
 
 def _has_data(statistics: Statistics) -> bool:
-    return any(reading.moment or reading.magnitude or reading.gram for reading in statistics.readings)
+    return any(reading.statistics for reading in statistics.readings)

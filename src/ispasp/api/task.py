@@ -16,7 +16,7 @@ from ispasp.calibrate.passage import Passage
 from ispasp.errors import InputError
 from ispasp.select import Selector
 from ispasp.surgery.masking import tensors_in
-from ispasp.types import Sensitivity, Statistics
+from ispasp.types import Reading, Sensitivity, Statistics
 
 
 def check_loss(selector: Selector, loss: Loss | None) -> None:
@@ -49,7 +49,8 @@ def _attached(job: Job, name: str, statistics: Statistics, totals: Mapping[tuple
         total = totals[reader.number, name]
         nothing = Sensitivity(torch.zeros_like(total.total), total.examples)
         for k in range(each):
-            rows[at + k] = replace(rows[at + k], sensitivity=nothing if k else total)
+            row = rows[at + k]
+            rows[at + k] = Reading(row.consumer, *row.statistics.values(), nothing if k else total)
         at += each
     return replace(statistics, readings=tuple(rows))
 

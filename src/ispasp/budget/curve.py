@@ -14,7 +14,7 @@ from torch import Tensor
 from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.energy import total_energy
-from ispasp.types import Statistics
+from ispasp.types import Reading, Statistics
 from ispasp.types.checks import check_finite, is_integer
 
 
@@ -83,13 +83,17 @@ def error_curve(selector: Selector, statistics: Statistics, points: int = 12, *,
         )
     check_finite("the energy matrix", E, "check the calibration data and the layers before, or run them in float32")
     if "gram" not in selector.needs:  # with Gram matrices at hand every selection would make E anew, as evidence
-        statistics = replace(statistics, readings=tuple(replace(r, gram=None) for r in statistics.readings))
+        statistics = replace(statistics, readings=tuple(map(_without_gram, statistics.readings)))
     kept = _grid(units, int(points))
     dense = float(E.sum())  # ||U||^2; an output that is zero everywhere cannot lose anything
     chosen = selector.path(statistics, kept[:-1]) if kept[1:] and dense > 0.0 else [()] * (len(kept) - 1)
     error = [_lost(E, units) / dense if dense > 0.0 else 0.0 for units in chosen]
     # A choice of more units can be worse, for its outputs cancel less; then the smaller one was to be had as well.
     return Curve(kept, tuple(np.minimum.accumulate([*error, 0.0]).tolist()))
+
+
+def _without_gram(reading: Reading) -> Reading:
+    return Reading(reading.consumer, *(each for name, each in reading.statistics.items() if name != "gram"))
 
 
 def _energy(statistics: Statistics) -> Tensor:

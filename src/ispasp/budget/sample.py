@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ispasp.calibrate.patches import patches
 from ispasp.select.energy import columns, energy
 from ispasp.types import Consumer, ConvConsumer, Gram
+from ispasp.types.patches import patches
 
 _WIDEST = 8192  # a Gram matrix of more columns takes more than half a gigabyte
 

@@ -7,12 +7,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ispasp.calibrate.patches import patches
 from ispasp.errors import InputError
-from ispasp.types import Consumer, ConvConsumer, Gram, Magnitude, Moment, Reading
+from ispasp.types import Consumer, ConvConsumer, Reading
 from ispasp.types.checks import checked_tensor
-
-STATISTICS = ("moment", "magnitude", "gram")
+from ispasp.types.statistic import STATISTICS, measurable
 
 
 def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",)) -> Reading:
@@ -20,7 +18,8 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
 
     H is what the consumer gets: (..., channels) for a linear one, (batch, channels, *size) for a convolution.
     `needs` names the statistics: "moment" sum of H over the data (positions too where the consumer treats them
-    alike), "magnitude" sum of |H|, "gram" sum of X X^T over the patches X that meet the weight.
+    alike), "magnitude" sum of |H|, "gram" sum of X X^T over the patches X that meet the weight, and those added with
+    `register_statistic`.
 
     >>> from ispasp.types import LinearConsumer
     >>> r = measure(LinearConsumer(torch.ones(1, 2)), torch.tensor([[1.0, -2.0], [3.0, -4.0]]), ["moment", "gram"])
@@ -30,24 +29,11 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
     """
     _check(consumer, H, needs)
     H = H.detach() if H.is_floating_point() else H.double()  # a graph would keep all activations; |-128| is no int8
-    examples = H.shape[0] if H.ndim > 1 else 1
-    conv = isinstance(consumer, ConvConsumer)
-    over = (0,) if conv else tuple(range(H.ndim - 1))
-    everything = (0, *range(2, H.ndim)) if conv else over
-    moment = magnitude = gram = None
-    if "moment" in needs:
-        total = H.sum(over, dtype=torch.float64) if over else H.double()
-        _check_sum(total)
-        moment = Moment({tuple(total.shape[1:]): total}, examples)
-    if "magnitude" in needs:
-        total = H.abs().sum(everything, dtype=torch.float64) if everything else H.abs().double()
-        _check_sum(total)
-        magnitude = Magnitude(total, examples)
-    if "gram" in needs:
-        X = patches(consumer, H).double()  # (groups, K, N)
-        gram = Gram(X @ X.mT, examples)
-        _check_sum(gram.total)
-    return Reading(consumer, moment, magnitude, gram)
+    taken = [kind.measure(consumer, H) for name, kind in STATISTICS.items() if name in needs]
+    for statistic in taken:
+        for total in statistic.tensors().values():
+            _check_sum(total)
+    return Reading(consumer, *taken)
 
 
 def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
@@ -56,9 +42,9 @@ def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
     checked_tensor("H", H)
     if isinstance(needs, str) or not isinstance(needs, Collection):
         raise InputError(f"needs={needs!r}: pass a list of statistics, such as ['moment']")
-    unknown = set(needs) - set(STATISTICS)
+    unknown = set(needs) - set(measurable())
     if unknown:
-        raise InputError(f"unknown statistic {sorted(unknown)}: choose from {list(STATISTICS)}")
+        raise InputError(f"unknown statistic {sorted(unknown)}: choose from {measurable()}")
     conv = isinstance(consumer, ConvConsumer)
     axes = consumer.weight.ndim if conv else max(H.ndim, 1)
     if H.ndim != axes or H.shape[1 if conv else -1] != consumer.channels:

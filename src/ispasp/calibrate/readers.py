@@ -148,7 +148,7 @@ def read(
     for H, consumers in products(reader, names, arguments, outputs):
         reading = measure(next(iter(consumers.values())), H, needs)
         for name, consumer in consumers.items():
-            found[name].append(replace(reading, consumer=consumer))
+            found[name].append(Reading(consumer, *reading.statistics.values()))
     return {name: tuple(rows) for name, rows in found.items()}
 
 

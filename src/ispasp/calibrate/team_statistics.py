@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.types import Gram, Magnitude, Moment, Reading, Statistics
-from ispasp.types.statistics import Sensitivity, Size
+from ispasp.types import Reading, Statistic, Statistics
+from ispasp.types.statistic import STATISTICS, Size
 
-Key = tuple[int, str, Size]  # reading, statistic, spatial size (empty for all but moments of convolutions)
+Key = tuple[int, str, Size]  # reading, statistic, key of its tensor (a spatial size for moments, () for most)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Agreement:
 def sums(statistics: Statistics) -> dict[Key, Tensor]:
     """Every sum in the statistics under its key.
 
-    >>> from ispasp.types import LinearConsumer
+    >>> from ispasp.types import LinearConsumer, Moment
     >>> moment = Moment({(): torch.tensor([1.0, 2.0])}, examples=3)
     >>> sums(Statistics(2, (Reading(LinearConsumer(torch.eye(2)), moment),)))
     {(0, 'moment', ()): tensor([1., 2.])}
@@ -35,18 +35,15 @@ def sums(statistics: Statistics) -> dict[Key, Tensor]:
     found: dict[Key, Tensor] = {}
     for number, reading in enumerate(statistics.readings):
         for name, statistic in _taken(reading).items():
-            if isinstance(statistic, Moment):
-                found.update({(number, name, size): total for size, total in statistic.maps.items()})
-            else:
-                found[number, name, ()] = statistic.total
+            found.update({(number, name, key): total for key, total in statistic.tensors().items()})
     return found
 
 
 def outline(statistics: Statistics) -> dict[str, Any]:
     """What one rank has, as JSON: for the others to see before anything is added.
 
-    >>> from ispasp.types import LinearConsumer
-    >>> reading = Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), examples=3))
+    >>> from ispasp.types import LinearConsumer, Magnitude
+    >>> reading = Reading(LinearConsumer(torch.eye(2)), Magnitude(torch.ones(2), examples=3))
     >>> outline(Statistics(2, (reading,)))
     {'units': 2, 'channels': [2], 'shapes': [[0, 'magnitude', [], [2]]], 'examples': [[0, 'magnitude', 3]]}
     """
@@ -114,15 +111,9 @@ def blank(statistics: Statistics, key: Key, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64, device=device)
 
 
-def _taken(reading: Reading) -> dict[str, Moment | Magnitude | Gram | Sensitivity]:
+def _taken(reading: Reading) -> dict[str, Statistic]:
     """The statistics that hold data."""
-    found = {
-        "moment": reading.moment,
-        "magnitude": reading.magnitude,
-        "gram": reading.gram,
-        "sensitivity": reading.sensitivity,
-    }
-    return {name: statistic for name, statistic in found.items() if statistic is not None and statistic.examples}
+    return {name: statistic for name, statistic in reading.statistics.items() if statistic.examples}
 
 
 def _check_kinds(rank: int, given: Mapping[str, Any], examples: Mapping[tuple[int, str], int]) -> None:
@@ -139,17 +130,9 @@ def _check_kinds(rank: int, given: Mapping[str, Any], examples: Mapping[tuple[in
 
 
 def _reading(number: int, reading: Reading, agreement: Agreement, totals: Mapping[Key, Tensor]) -> Reading:
-    def single(name: str) -> tuple[Tensor, int] | None:
-        known = (number, name) in agreement.examples
-        return (totals[number, name, ()], agreement.examples[number, name]) if known else None
-
-    maps = {size: total for (n, name, size), total in totals.items() if (n, name) == (number, "moment")}
-    moment = Moment(maps, agreement.examples[number, "moment"]) if (number, "moment") in agreement.examples else None
-    magnitude, gram, sensitivity = single("magnitude"), single("gram"), single("sensitivity")
-    return Reading(
-        reading.consumer,
-        moment,
-        None if magnitude is None else Magnitude(*magnitude),
-        None if gram is None else Gram(*gram),
-        None if sensitivity is None else Sensitivity(*sensitivity),
-    )
+    found = []
+    for (own, name), examples in agreement.examples.items():
+        if own == number:
+            tensors = {key: total for (n, of, key), total in totals.items() if (n, of) == (number, name)}
+            found.append(STATISTICS[name].from_tensors(tensors, examples))
+    return Reading(reading.consumer, *found)

@@ -15,7 +15,6 @@ from ispasp.select import Selector, selector
 
 _DEFAULT = 0.5
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_STATISTICS = {"moment", "magnitude", "gram", "producers"}  # what calibration takes without a loss
 
 
 def amount(keep: Sequence[str], macs: str, params: str, recipe: str) -> Any:
@@ -103,7 +102,7 @@ def looks_at_the_task(method: str | Selector) -> bool:
     >>> looks_at_the_task("taylor"), looks_at_the_task("ispasp")
     (True, False)
     """
-    return not set(selector(method).needs) <= _STATISTICS
+    return bool({"sensitivity", "task"} & set(selector(method).needs))
 
 
 def _keep(given: Sequence[str]) -> Any:

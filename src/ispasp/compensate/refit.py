@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ispasp.calibrate.circuit import Edits
 from ispasp.calibrate.passage import Passage
-from ispasp.calibrate.patches import patches
 from ispasp.calibrate.readers import Reader
 from ispasp.compensate.slots import Slot
 from ispasp.compensate.solve import RIDGE, Fit, held_out, solve, squared_error
@@ -20,6 +19,7 @@ from ispasp.errors import InputError
 from ispasp.graph.ops import Arguments, Form, along, bias_of, output_channels
 from ispasp.graph.tails import scale
 from ispasp.types import Consumer, ConvConsumer
+from ispasp.types.patches import patches
 
 _ENTRIES = 2**25  # of the patches that are laid out at once
 _ENOUGH = 10  # rows for every column

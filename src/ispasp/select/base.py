@@ -8,15 +8,13 @@ from typing import ClassVar
 
 from ispasp.types import Selection, Statistics
 
-NEEDS = ("moment", "magnitude", "gram", "sensitivity", "task", "producers")
-
 
 class Selector(ABC):
     """A rule that decides which units stay.
 
     Subclasses are frozen dataclasses: their fields are the options. `needs` names what has to be there for them:
 
-    - "moment", "magnitude", "gram": statistics of what each consumer gets, see `calibrate.measure`;
+    - "moment", "magnitude", "gram" and the names of `register_statistic`: statistics of what each consumer gets;
     - "sensitivity": a statistic that takes a loss and a backward pass, see `types.Sensitivity`;
     - "task": the task loss of any choice of units, see `types.Statistics`;
     - "producers": weights of the layers that make the units, no data, see `types.Producer`.

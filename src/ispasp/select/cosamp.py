@@ -13,6 +13,7 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
+from ispasp.select.registry import register
 from ispasp.types import Selection, Statistics, units_to_keep
 from ispasp.types.checks import is_integer
 
@@ -20,6 +21,7 @@ _RIDGE = 1e-8  # columns have norm 1; makes equal columns share their weight ins
 _EQUAL = 2.0**-20  # rounding over ridge is about 1e-8: values this close, relative to the largest, are equal
 
 
+@register
 @dataclass(frozen=True)
 class CoSaMP(Selector):
     """Recover the dense output from s columns A H_i (one per unit) by CoSaMP.

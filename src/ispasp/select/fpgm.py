@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ispasp.select.producers import checked_producers
+from ispasp.select.registry import register
 from ispasp.select.scores import Scored
 from ispasp.types import Producer, Statistics
 
@@ -16,6 +17,7 @@ _ROWS = 1024  # distances are summed this many units at a time: all of them woul
 _NEAR = 1e-12  # squared distances below this part of the squared norms are rounding: the filters are equal
 
 
+@register
 @dataclass(frozen=True)
 class FPGM(Scored):
     """Score = sum of the distances from a unit's filter to all others: what lies near their geometric median goes.

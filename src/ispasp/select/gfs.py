@@ -14,6 +14,7 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
+from ispasp.select.registry import register
 from ispasp.types import Selection, Statistics, Step, units_to_keep
 from ispasp.types.checks import is_integer
 
@@ -24,6 +25,7 @@ AddLoss = Callable[[Tensor, Tensor, int], Tensor]
 """loss(kept, candidates, step): the loss with `kept` (units,) and one candidate more, for each of them. (m,) -> (m,)"""
 
 
+@register
 @dataclass(frozen=True)
 class GFS(Selector):
     """Start with no unit, add one at a time, each time the one that leaves the least loss on a new mini-batch.

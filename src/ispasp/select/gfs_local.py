@@ -12,10 +12,12 @@ from torch import Tensor
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import largest
+from ispasp.select.registry import register
 from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 
 
+@register
 @dataclass(frozen=True)
 class GFSLocal(Selector):
     """Start with no unit, add one at a time, each time the one that leaves ||A H - A H_S||_F smallest.

@@ -19,12 +19,14 @@ from ispasp.select.base import Selector
 from ispasp.select.coupling import activation, couplings
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import descending
+from ispasp.select.registry import register
 from ispasp.types import Selection, Statistics, units_to_keep
 from ispasp.types.checks import is_integer
 
 Rank = Literal["value", "magnitude"]
 
 
+@register
 @dataclass(frozen=True)
 class ISpaSP(Selector):
     """Algorithm 1: units that matter for the residual and are strongly active, refined over a few iterations.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import comparable, descending
+from ispasp.select.registry import register
 from ispasp.types import Selection, Statistics, units_to_keep
 
 _RIDGE = 1e-10  # relative to each diagonal entry: units that depend on others may enter without failing
@@ -20,6 +21,7 @@ _END = 1e-8  # lambda below this part of the first is zero: the ridge would deci
 _STEPS = 20  # per unit: far more than a path has, unless rounding lets a unit come and go for ever
 
 
+@register
 @dataclass(frozen=True)
 class Lasso(Selector):
     """Choose units by LASSO regression of the dense output on what each unit contributes to it.

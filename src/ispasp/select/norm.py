@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ispasp.select.producers import checked_producers
+from ispasp.select.registry import register
 from ispasp.select.scores import Scored, sum_by_unit
 from ispasp.types import Statistics
 
 
+@register
 @dataclass(frozen=True)
 class L1(Scored):
     """Score = sum of |w| over all weights that make the unit.
@@ -44,6 +46,7 @@ class L1(Scored):
         return _power_sums(statistics, self.name, 1)
 
 
+@register
 @dataclass(frozen=True)
 class L2(Scored):
     """Score = l2 norm of all weights that make the unit.

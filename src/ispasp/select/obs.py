@@ -16,12 +16,14 @@ from ispasp.select.base import Selector
 from ispasp.select.energy import columns
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import smallest
+from ispasp.select.registry import register
 from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 
 _PENDING = 128  # columns removed before all is brought up to date
 
 
+@register
 @dataclass(frozen=True)
 class OBS(Selector):
     """Remove one unit at a time, the one the refitted others replace best, and refit.

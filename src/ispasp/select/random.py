@@ -11,11 +11,13 @@ import torch
 from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
+from ispasp.select.registry import register
 from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 from ispasp.types.checks import is_integer
 
 
+@register
 @dataclass(frozen=True)
 class Random(Selector):
     """A uniform draw without replacement, the same for the same seed and number of units.

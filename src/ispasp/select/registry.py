@@ -1,53 +1,52 @@
-"""Names of methods. A new selector is one file and one line here."""
+"""Methods by name. `@register` above a selector's class is all it takes to add one."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import TypeVar
 
 from ispasp.errors import InputError
-from ispasp.select.base import NEEDS, Selector
-from ispasp.select.cosamp import CoSaMP
-from ispasp.select.fpgm import FPGM
+from ispasp.select.base import Selector
 from ispasp.select.function import ByScore, Score
-from ispasp.select.gfs import GFS
-from ispasp.select.gfs_local import GFSLocal
-from ispasp.select.ispasp import ISpaSP
-from ispasp.select.lasso import Lasso
-from ispasp.select.norm import L1, L2
-from ispasp.select.obs import OBS
-from ispasp.select.random import Random
-from ispasp.select.slimming import Slimming
-from ispasp.select.taylor import Taylor
-from ispasp.select.thinet import ThiNet
-from ispasp.select.topk import TopK
+from ispasp.types.statistic import STATISTICS
 
-_SELECTORS: tuple[type[Selector], ...] = (
-    ISpaSP,
-    TopK,
-    Random,
-    L1,
-    L2,
-    FPGM,
-    Slimming,
-    Taylor,
-    ThiNet,
-    GFS,
-    GFSLocal,
-    Lasso,
-    CoSaMP,
-    OBS,
-)
-_METHODS: dict[str, type[Selector]] = {cls.name: cls for cls in _SELECTORS}
+K = TypeVar("K", bound=type[Selector])
+METHODS: dict[str, type[Selector]] = {}
+
+
+def register(kind: K) -> K:
+    """Make a selector known by its `name`: a class decorator.
+
+    `method="name"` then stands for the class with its default options, in `ispasp.prune` and on the command line.
+
+    >>> from ispasp.select import Scored
+    >>> import torch
+    >>> @register
+    ... class Last(Scored):
+    ...     name, needs = "last", ()
+    ...     def score(self, statistics):
+    ...         return torch.arange(statistics.units)
+    >>> "last" in methods(), type(selector("last"))
+    (True, <class 'ispasp.select.registry.Last'>)
+    >>> _ = METHODS.pop("last")
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Selector)):
+        raise InputError(f"register got {kind!r}: pass a class that extends ispasp.select.Selector")
+    _check_named(kind, kind.__name__)
+    known = METHODS.get(kind.name, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):  # a notebook runs a cell again
+        raise InputError(f"{kind.__name__}: there is a method {kind.name!r} already ({known.__name__}): rename it")
+    METHODS[kind.name] = kind
+    return kind
 
 
 def methods() -> list[str]:
-    """Names of all selectors.
+    """Names of all selectors, the paper's first.
 
     >>> methods()
-    ['ispasp', 'topk', 'random', 'l1', 'l2', 'fpgm', 'slimming', 'taylor', 'thinet', 'gfs', 'gfs-local', 'lasso',
-     'cosamp', 'obs']
+    ['ispasp', ..., 'l1', ..., 'topk'...]
     """
-    return list(_METHODS)
+    return sorted(METHODS, key=lambda name: (name != "ispasp", name))
 
 
 def selector(method: str | Selector | type[Selector] | Score) -> Selector:
@@ -58,10 +57,10 @@ def selector(method: str | Selector | type[Selector] | Score) -> Selector:
     >>> selector("magic")
     Traceback (most recent call last):
     ...
-    ispasp.errors.InputError: unknown method 'magic': choose from ispasp, topk, ...
+    ispasp.errors.InputError: unknown method 'magic': choose from ispasp, ...
     """
-    if isinstance(method, str) and method in _METHODS:
-        return _METHODS[method]()
+    if isinstance(method, str) and method in METHODS:
+        method = METHODS[method]
     if isinstance(method, type) and issubclass(method, Selector):
         return _checked(_made(method))
     if isinstance(method, Selector):
@@ -73,10 +72,10 @@ def selector(method: str | Selector | type[Selector] | Score) -> Selector:
         )
     if callable(method) and not isinstance(method, type):
         return ByScore(method)
-    nearest = get_close_matches(str(method), _METHODS, 1)
+    nearest = get_close_matches(str(method), METHODS, 1)
     hint = f"did you mean {nearest[0]!r}? Or " if nearest else ""
     raise InputError(
-        f"unknown method {method!r}: {hint}choose from {', '.join(_METHODS)}, or pass a Selector or a function that "
+        f"unknown method {method!r}: {hint}choose from {', '.join(methods())}, or pass a Selector or a function that "
         "scores units"
     )
 
@@ -92,15 +91,19 @@ def _made(kind: type[Selector]) -> Selector:
 
 def _checked(chosen: Selector) -> Selector:
     """A selector that says what it is called and what it looks at."""
-    kind = type(chosen).__name__
-    missing = [name for name in ("name", "needs") if not hasattr(chosen, name)]
-    if missing:
-        raise InputError(
-            f"{kind} has no `{missing[0]}`: give the class name = {kind.lower()!r} and, say, needs = ('magnitude',); "
-            f"there are {', '.join(NEEDS)}"
-        )
+    kind, known = type(chosen).__name__, [*STATISTICS, "task", "producers"]
+    _check_named(chosen, kind)
     needs = (chosen.needs,) if isinstance(chosen.needs, str) else chosen.needs
-    unknown = [need for need in needs if need not in NEEDS]
+    unknown = [need for need in needs if need not in known]
     if unknown or isinstance(chosen.needs, str):
-        raise InputError(f"{kind}.needs is {chosen.needs!r}: pass a tuple of some of {', '.join(NEEDS)}")
+        raise InputError(f"{kind}.needs is {chosen.needs!r}: pass a tuple of some of {', '.join(known)}")
     return chosen
+
+
+def _check_named(given: Selector | type[Selector], kind: str) -> None:
+    for missing in ("name", "needs"):
+        if not hasattr(given, missing):
+            raise InputError(
+                f"{kind} has no `{missing}`: give the class name = {kind.lower()!r} and, say, needs = ('magnitude',); "
+                f"there are {', '.join([*STATISTICS, 'task', 'producers'])}"
+            )

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ispasp.errors import InputError
 from ispasp.select.producers import checked_producers
+from ispasp.select.registry import register
 from ispasp.select.scores import Scored, sum_by_unit
 from ispasp.types import Statistics
 
 
+@register
 @dataclass(frozen=True)
 class Slimming(Scored):
     """Score = |gamma| of the BatchNorm right after the producer, summed over channels and producers of a unit.

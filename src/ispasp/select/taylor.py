@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
+from ispasp.select.registry import register
 from ispasp.select.scores import Scored
 from ispasp.types import Statistics
 from ispasp.types.checks import check_sum
 
 
+@register
 @dataclass(frozen=True)
 class Taylor(Scored):
     """Score = sum over examples of |sum over the unit's channels and positions of H dL/dH|.
@@ -26,7 +28,7 @@ class Taylor(Scored):
     their l2 norm in each layer, as both papers do, where that matters: with `order="global"` in `ispasp.prune`.
 
     >>> from ispasp.types import LinearConsumer, Reading, Sensitivity
-    >>> reading = Reading(LinearConsumer(torch.eye(3)), sensitivity=Sensitivity(torch.tensor([0.2, 0.0, 0.7]), 10))
+    >>> reading = Reading(LinearConsumer(torch.eye(3)), Sensitivity(torch.tensor([0.2, 0.0, 0.7]), 10))
     >>> Taylor().select(Statistics(3, (reading,)), keep=1).kept
     (2,)
     """

@@ -13,12 +13,14 @@ from ispasp.errors import InputError
 from ispasp.select.base import Selector
 from ispasp.select.evidence import Evidence
 from ispasp.select.ordering import smallest
+from ispasp.select.registry import register
 from ispasp.select.scores import prefixes
 from ispasp.types import Selection, Statistics, units_to_keep
 
 _RIDGE = 1e-6  # of the mean of the diagonal
 
 
+@register
 @dataclass(frozen=True)
 class ThiNet(Selector):
     """Grow the removed set R one unit at a time, each time by the one that leaves ||A H_R||_F smallest.

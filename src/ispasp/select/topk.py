@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
+from ispasp.select.registry import register
 from ispasp.select.scores import Scored, sum_by_unit
 from ispasp.types import Statistics
 from ispasp.types.checks import check_sum
 
 
+@register
 @dataclass(frozen=True)
 class TopK(Scored):
     """The naive baseline of the i-SpaSP paper: score = sum over data and positions of |H|.

@@ -4,7 +4,17 @@ from ispasp.types.consumer import Consumer, ConvConsumer, LinearConsumer
 from ispasp.types.keep import units_to_keep
 from ispasp.types.producer import Producer
 from ispasp.types.selection import Selection, Step
-from ispasp.types.statistics import Gram, Magnitude, Moment, Reading, Sensitivity, Statistics
+from ispasp.types.statistic import (
+    Gram,
+    Magnitude,
+    Moment,
+    Sensitivity,
+    Statistic,
+    Total,
+    by_channel,
+    register_statistic,
+)
+from ispasp.types.statistics import Reading, Statistics
 
 __all__ = [
     "Consumer",
@@ -17,7 +27,11 @@ __all__ = [
     "Reading",
     "Selection",
     "Sensitivity",
+    "Statistic",
     "Statistics",
     "Step",
+    "Total",
+    "by_channel",
+    "register_statistic",
     "units_to_keep",
 ]

@@ -1,134 +1,81 @@
-"""Statistics: what calibration keeps of the data. Small sums that merge with `+`, never the activations."""
+"""Statistics of a hidden dimension: all that a selector sees. Small sums that merge with `+`, never the activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.types.checks import checked_tensor
 from ispasp.types.consumer import Consumer
 from ispasp.types.producer import Producer
+from ispasp.types.statistic import Gram, Magnitude, Moment, Sensitivity, Statistic
 
-Size = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """First moments mu(H): the input of a consumer summed over the data.
-
-    A linear consumer needs one vector (channels,) under the empty size; a convolution one batch-summed map
-    (channels, *size) for every spatial size it was called with.
-
-    >>> a = Moment({(): torch.tensor([1.0, 2.0])}, examples=3)
-    >>> (a + a).maps[()], (a + a).examples
-    (tensor([2., 4.]), 6)
-    """
-
-    maps: Mapping[Size, Tensor]
-    examples: int
-
-    def __post_init__(self) -> None:
-        """Refuse a bare tensor."""
-        if not isinstance(self.maps, Mapping):
-            raise InputError(
-                f"the maps of a Moment are a {type(self.maps).__name__}: pass {{size: sum}}, for a linear consumer "
-                "{(): vector}"
-            )
-
-    def __add__(self, other: Moment) -> Moment:
-        """Merge two parts of the data."""
-        maps = dict(self.maps)
-        for size, total in other.maps.items():
-            maps[size] = _sum("moments", maps[size], total) if size in maps else total
-        return Moment(maps, self.examples + other.examples)
+S = TypeVar("S", bound=Statistic)
 
 
-@dataclass(frozen=True, eq=False)
-class Magnitude:
-    """Summed activation magnitudes: `total[c]` is the sum of |H| over data and positions of channel c. (channels,)
-
-    >>> (Magnitude(torch.tensor([1.0]), examples=3) + Magnitude(torch.tensor([2.0]), examples=4))
-    Magnitude(total=tensor([3.]), examples=7)
-    """
-
-    total: Tensor
-    examples: int
-
-    def __add__(self, other: Magnitude) -> Magnitude:
-        """Merge two parts of the data."""
-        return Magnitude(_sum("magnitudes", self.total, other.total), self.examples + other.examples)
-
-
-@dataclass(frozen=True, eq=False)
-class Gram:
-    """Second moments of what the weight multiplies: `total[g] = X X^T`, X the patches of group g.
-
-    (groups, K, K) with K = channels / groups x taps, channel-major as in `weight.flatten(1)`; one group and one tap
-    for a linear consumer, where it is H H^T.
-
-    >>> (Gram(torch.tensor([[[1.0]]]), examples=3) + Gram(torch.tensor([[[2.0]]]), examples=4))
-    Gram(total=tensor([[[3.]]]), examples=7)
-    """
-
-    total: Tensor
-    examples: int
-
-    def __add__(self, other: Gram) -> Gram:
-        """Merge two parts of the data."""
-        return Gram(_sum("Gram matrices", self.total, other.total), self.examples + other.examples)
-
-
-@dataclass(frozen=True, eq=False)
-class Sensitivity:
-    """First-order effect of masking each unit: sum over examples of |sum over its channels and positions of H dL/dH|.
-
-    (units,): the derivative of the loss by a factor on the unit, in absolute value (Michel et al. 2019).
-
-    >>> (Sensitivity(torch.tensor([1.0]), examples=3) + Sensitivity(torch.tensor([2.0]), examples=4))
-    Sensitivity(total=tensor([3.]), examples=7)
-    """
-
-    total: Tensor
-    examples: int
-
-    def __add__(self, other: Sensitivity) -> Sensitivity:
-        """Merge two parts of the data."""
-        return Sensitivity(_sum("sensitivities", self.total, other.total), self.examples + other.examples)
-
-
-S = TypeVar("S", Moment, Magnitude, Gram, Sensitivity)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Reading:
-    """One consumer of a hidden dimension and the statistics taken at its input.
+    """One consumer of a hidden dimension and the statistics taken at its input, by name.
 
     >>> from ispasp.types.consumer import LinearConsumer
     >>> reading = Reading(LinearConsumer(torch.eye(2)), Moment({(): torch.tensor([1.0, 2.0])}, examples=3))
     >>> (reading + reading).moment
     Moment(maps={(): tensor([2., 4.])}, examples=6)
+    >>> list(reading.statistics), reading.gram
+    (['moment'], None)
     """
 
     consumer: Consumer
-    moment: Moment | None = None
-    magnitude: Magnitude | None = None
-    gram: Gram | None = None
-    sensitivity: Sensitivity | None = None
+    statistics: Mapping[str, Statistic]
+
+    def __init__(self, consumer: Consumer, *statistics: Statistic) -> None:
+        """Keep the statistics under their names."""
+        other = [each for each in statistics if not isinstance(each, Statistic)]
+        if other:
+            raise InputError(f"a Reading got a {type(other[0]).__name__}: pass statistics such as Moment or Gram")
+        found = {each.name: each for each in statistics}
+        if len(found) < len(statistics):
+            raise InputError("a Reading got two statistics of one name: add them first")
+        object.__setattr__(self, "consumer", consumer)
+        object.__setattr__(self, "statistics", MappingProxyType(found))
+
+    def get(self, kind: type[S]) -> S | None:
+        """The statistic of this class, None where it was not taken."""
+        found = self.statistics.get(kind.name)
+        return found if isinstance(found, kind) else None
+
+    @property
+    def moment(self) -> Moment | None:
+        """Sums of H."""
+        return self.get(Moment)
+
+    @property
+    def magnitude(self) -> Magnitude | None:
+        """Sums of |H|."""
+        return self.get(Magnitude)
+
+    @property
+    def gram(self) -> Gram | None:
+        """Sums of X X^T."""
+        return self.get(Gram)
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """Effects on the loss."""
+        return self.get(Sensitivity)
 
     def __add__(self, other: Reading) -> Reading:
         """Merge the statistics of two parts of the data for the same consumer."""
-        return Reading(
-            self.consumer,
-            _merged(self.moment, other.moment),
-            _merged(self.magnitude, other.magnitude),
-            _merged(self.gram, other.gram),
-            _merged(self.sensitivity, other.sensitivity),
-        )
+        if self.statistics.keys() != other.statistics.keys():
+            raise InputError(
+                "a statistic was taken on one part of the data only: take the same statistics on every part"
+            )
+        return Reading(self.consumer, *(each + other.statistics[name] for name, each in self.statistics.items()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +87,7 @@ class Statistics:
     `parts` are the same statistics of single mini-batches, for a selector that takes a new one at every step.
 
     >>> from ispasp.types.consumer import LinearConsumer
-    >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), magnitude=Magnitude(torch.ones(2), 3)),))
+    >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), Magnitude(torch.ones(2), 3)),))
     >>> (statistics + statistics).readings[0].magnitude
     Magnitude(total=tensor([2., 2.]), examples=6)
     """
@@ -175,20 +122,3 @@ class Statistics:
             )
         readings = tuple(a + b for a, b in zip(self.readings, other.readings, strict=True))
         return Statistics(self.units, readings, self.producers, self.task, self.parts + other.parts)
-
-
-def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
-    a, b = checked_tensor(what, a), checked_tensor(what, b)
-    if a.shape != b.shape:  # torch would broadcast some of these
-        raise InputError(
-            f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be added: take both at the same consumer"
-        )
-    return a + b
-
-
-def _merged(a: S | None, b: S | None) -> S | None:
-    if a is not None and b is not None:
-        return a + b
-    if a is None and b is None:
-        return None
-    raise InputError("a statistic was taken on one part of the data only: take the same statistics on every part")

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from ispasp.calibrate import measure
-from ispasp.calibrate.measure import STATISTICS
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.select import Selector, methods, selector
-from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Sensitivity, Statistics
+from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Reading, Sensitivity, Statistics
 from ispasp.types.geometry import Geometry
 from ispasp_lab.benchmarks.timing import interleaved
 
@@ -96,7 +95,9 @@ def default_methods() -> list[str]:
     return [name for name in methods() if "task" not in selector(name).needs]
 
 
-def statistics(layer: Layer, examples: int, seed: int, needs: Collection[str] = STATISTICS) -> Statistics:
+def statistics(
+    layer: Layer, examples: int, seed: int, needs: Collection[str] = ("moment", "magnitude", "gram")
+) -> Statistics:
     """All statistics of a layer with random weights and non-negative random activations.
 
     >>> statistics(Layer("small", units=3, channels=2, outputs=4, fan_in=5), examples=8, seed=0).units
@@ -108,15 +109,16 @@ def statistics(layer: Layer, examples: int, seed: int, needs: Collection[str] = 
     maps = (layer.size, layer.size) if layer.kernel > 1 else ()
     H = torch.randn(max(1, examples // layer.size**2), width, *maps, generator=g).relu()
     reading = measure(consumer, H, needs)
-    reading = replace(reading, sensitivity=Sensitivity(torch.rand(layer.units, generator=g), len(H)))
+    felt = Sensitivity(torch.rand(layer.units, generator=g), len(H))
+    reading = Reading(consumer, *reading.statistics.values(), felt)
     made = Producer(torch.randn(width, layer.fan_in, generator=g), consumer.units, torch.rand(width, generator=g))
     return Statistics(layer.units, (reading,), (made,))
 
 
 def wanted(method: Selector, whole: Statistics) -> Statistics:
     """Only what the method asks for: with Gram matrices at hand it would also work out residuals."""
-    given: dict[str, Any] = {name: None for name in (*STATISTICS, "sensitivity") if name not in method.needs}
-    return replace(whole, readings=tuple(replace(reading, **given) for reading in whole.readings))
+    rows = [(r.consumer, [s for name, s in r.statistics.items() if name in method.needs]) for r in whole.readings]
+    return replace(whole, readings=tuple(Reading(consumer, *asked) for consumer, asked in rows))
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -97,8 +97,8 @@ def _sizes(W: Tensor, H: Tensor, p: float, matrix: int, T: int) -> Iterator[Poin
     d_hid = H.shape[0]
     A = LinearConsumer(W)
     taken = measure(A, H.T, ["moment", "gram"])
-    statistics = Statistics(d_hid, (Reading(A, moment=taken.moment),))
-    assert taken.gram is not None  # noqa: S101  # asked for above
+    assert taken.moment is not None and taken.gram is not None  # noqa: S101  # asked for above
+    statistics = Statistics(d_hid, (Reading(A, taken.moment),))
     E = energy(A, taken.gram, d_hid)
     for s in range(1, d_hid + 1):
         selection = i_spasp(statistics, s, iterations=T)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ispasp.types import Consumer, ConvConsumer
+from ispasp.types.consumer import Consumer, ConvConsumer
 
 
 def patches(consumer: Consumer, H: Tensor) -> Tensor:
