@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ispasp.errors import InputError
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, new_axis, unite
 from ispasp.graph.ops import Operand
 from ispasp.graph.trace import Source, Trace
@@ -97,7 +98,7 @@ class Tracker:
         name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
         if name in _INLINED:
             return self._inline(module, node)
-        if name in _SILENT or not _makes_tensors(node.meta.get("val")):
+        if name in _SILENT or not (_makes_tensors(node.meta.get("val")) or _writes(node)):
             return None
         known = RULES.get(node.target) or RULES.get(str(node.target))
         if known is None:
@@ -212,15 +213,23 @@ def _makes_tensors(example: Any) -> bool:
     return hasattr(example, "shape")
 
 
+def _writes(node: fx.Node) -> bool:
+    """Whether an op writes into its arguments, as a custom op without a result does."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def _check_shape(node: fx.Node, value: Any) -> None:
-    """A rule that returns axes of the wrong number is a bug in the rule: say so rather than go on."""
+    """Refuse a rule whose axes do not fit the tensor: it is wrong."""
     example = node.meta.get("val")
     for item, ex in zip(*(((value,), (example,)) if not isinstance(value, list) else (value, example)), strict=True):
         shape = shape_of(ex)
         if isinstance(item, Value) and shape is not None and UNKNOWN not in shape:
             found = tuple(sum(_size(segment) for segment in axis) for axis in item.axes)
             if found != shape and not any(size < 0 for size in found):
-                raise AssertionError(f"rule for {node.target} gave axes {found} for a tensor of shape {shape}")
+                raise InputError(
+                    f"the rule for {node.target} gave axes of lengths {found} for a tensor of shape {shape}: correct it"
+                )
 
 
 def _size(segment: Sequence[Any]) -> int:

@@ -21,7 +21,15 @@ _INNER = "is summed over between activations"
 @rule(aten.linear.default)
 def linear(t: Tracker, node: fx.Node, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """y = x W^T + b."""
-    out = _product(t, node, ("input", x), ("weight", weight), -1, -1, "linear")
+    return linear_product(t, node, ("input", x), ("weight", weight), bias)
+
+
+def linear_product(
+    t: Tracker, node: fx.Node, data: tuple[str, Value], parameter: tuple[str, Value], bias: Value | None
+) -> Value:
+    """y = x W^T + b; the activations and the weight come with their names in the op's schema."""
+    x, weight = data[1], parameter[1]
+    out = _product(t, node, data, parameter, -1, -1, "linear")
     made = weight.axes[:-1]
     t.multiplies(node, [*x.axes, *made])
     if bias is not None and made:
