@@ -95,9 +95,7 @@ def test_a_concatenation_has_units_that_only_one_producer_makes() -> None:
 
 
 def test_several_consumers_add_their_sensitivities() -> None:
-    readings = [
-        Reading(A, Sensitivity(torch.tensor(total), 5)) for total in ([1.0, 2, 0, 3], [5.0, 0, 1, 0])
-    ]
+    readings = [Reading(A, Sensitivity(torch.tensor(total), 5)) for total in ([1.0, 2, 0, 3], [5.0, 0, 1, 0])]
     assert Taylor().select(Statistics(4, tuple(readings)), 2).kept == (0, 3)
 
 

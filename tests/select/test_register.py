@@ -88,7 +88,7 @@ def test_a_method_and_a_statistic_of_ones_own(order: Any) -> None:
     H = model[:2](X).square().sum(0)
     assert result.plan.kept["0"] == tuple(sorted(H.argsort(descending=True)[:4].tolist()))
     assert "loudest" in ispasp.methods()
-    assert ispasp.select.Loudest is METHODS["loudest"]
+    assert ispasp.select.Loudest is METHODS["loudest"]  # type: ignore[attr-defined]
 
 
 def test_a_new_statistic_adds_over_batches_and_machines() -> None:
@@ -126,7 +126,7 @@ def test_a_file_in_the_folder_is_a_method(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         ispasp.select._import_all()
         assert "first-units" in ispasp.methods()
-        assert ispasp.select.FirstUnits.name == "first-units"
+        assert ispasp.select.FirstUnits.name == "first-units"  # type: ignore[attr-defined]
         result = ispasp.prune(network(), [X], 3, method="first-units", progress=False)
         assert result.plan.kept == {"0": (0, 1, 2), "2": (0, 1, 2)}
     finally:
@@ -139,7 +139,7 @@ def test_every_method_stands_in_a_file_of_the_folder() -> None:
     assert len(ispasp.methods()) == len(set(ispasp.methods())) >= 14
     assert all(getattr(ispasp.select, kind.__name__) is kind for kind in METHODS.values())
     with pytest.raises(AttributeError, match="'ispasp.select' has no attribute 'TopKK'"):
-        ispasp.select.TopKK  # noqa: B018
+        ispasp.select.TopKK  # type: ignore[attr-defined]  # noqa: B018
 
 
 class Named(Scored):

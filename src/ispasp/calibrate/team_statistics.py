@@ -131,8 +131,8 @@ def _check_kinds(rank: int, given: Mapping[str, Any], examples: Mapping[tuple[in
 
 def _reading(number: int, reading: Reading, agreement: Agreement, totals: Mapping[Key, Tensor]) -> Reading:
     found = []
-    for (own, name), examples in agreement.examples.items():
-        if own == number:
+    for name, kind in STATISTICS.items():
+        if (number, name) in agreement.examples:
             tensors = {key: total for (n, of, key), total in totals.items() if (n, of) == (number, name)}
-            found.append(STATISTICS[name].from_tensors(tensors, examples))
+            found.append(kind.from_tensors(tensors, agreement.examples[number, name]))
     return Reading(reading.consumer, *found)

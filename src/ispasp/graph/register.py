@@ -99,7 +99,7 @@ def _same(x: Tensor) -> Tensor:
 def _overloads(target: Any) -> list[Any]:
     target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
     if isinstance(target, OpOverloadPacket):
-        return [getattr(target, name) for name in target.overloads()]
+        return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
     if isinstance(target, OpOverload) or (isinstance(target, str) and re.fullmatch(r"\w+\.\w+\.\w+", target)):
         return [target]
     raise InputError(
