@@ -203,6 +203,10 @@ def test_export_of_a_dense_and_of_a_pruned_model(ispasp_: Ispasp, here: Path) ->
     done = ispasp_("export", "small", "small.onnx", "--model", "nets.py:tiny", "--data", "data.npz")
     assert done.code == 0, done.err
     assert Path("small.onnx").stat().st_size < Path("dense.onnx").stat().st_size
+    again = ("export", "nets.py:tiny", "small.onnx", "--input-size", 6)
+    assert "small.onnx exists: pass another file, or --force to write over it" in ispasp_(*again).err
+    assert ispasp_(*again, "--force").code == 0
+    assert Path("small.onnx").stat().st_size == Path("dense.onnx").stat().st_size
 
 
 DATA = ["--data", "data.npz"]

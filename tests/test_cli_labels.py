@@ -63,7 +63,9 @@ def test_two_folders_are_not_the_first_two_of_many_outputs() -> None:
     assert refusal("evaluate", *many).startswith(said)
     assert refusal("prune", *many, "--method", "taylor").startswith(said)
     assert refusal("prune", *many, "--val", "photos").startswith(said)
-    assert command("prune", *many, "--no-curves", "--out", "small").code == 0  # labels are not looked at
+    done = command("prune", *many, "--no-curves", "--out", "small")
+    assert done.code == 0  # labels are not needed
+    assert f"WARNING: The labels are not used: {said}" in done.err
     tuned = ("finetune", "small", "--model", *many)
     assert refusal(*tuned).startswith(said)
 

@@ -94,7 +94,7 @@ def prune(
       memory       bytes that waiting activations may take; beyond, batches are run again for every layer
       refit        "consumers" of what is pruned, or "all" layers from the first pruned one on (slower, a little better)
       ridge        of compensation, relative to the mean variance of the inputs; None takes for each consumer the one
-                   that does best on held-out examples
+                   that does best on held-out examples, which are half of every batch
       timeout      seconds that a machine waits for the others (torch.distributed)
       progress     show a bar
 

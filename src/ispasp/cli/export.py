@@ -25,10 +25,13 @@ def export(
     input_size: o.InputSize = "",
     opset: Annotated[int | None, typer.Option(help="ONNX opset. Default: the exporter's.", min=1)] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative error of onnxruntime's output.")] = 1e-4,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
 ) -> None:
     """Write a model, dense or pruned, as ONNX, and check that onnxruntime computes the same."""
     if path.is_dir():
         raise InputError(f"{path} is a folder: pass a file in it, such as {path / 'model.onnx'}")
+    if path.exists() and not force:
+        raise InputError(f"{path} exists: pass another file, or --force to write over it")
     writable(path.parent, option="")
     loaded = model.load()
     warn(loaded.warnings)

@@ -60,11 +60,12 @@ class Job:
 
 
 def with_labels(loaded: Loaded, found: Examples, method: Any, output: Any) -> Examples:
-    """The examples with labels that fit the model, where the method looks at labels; without them where it need not."""
+    """The examples with labels that fit the model, or without labels and with a warning where they are not needed."""
     needed = "sensitivity" in selector(method).needs
     if needed:
         found.needed_labels()
-    if found.labels is None or not looks_at_the_task(method):
+    used = looks_at_the_task(method)
+    if found.labels is None or not (used or (found.classes and isinstance(output, torch.Tensor))):
         return found
     scores = logits_of(output)
     if scores.ndim != 2:

@@ -213,6 +213,11 @@ def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
 
 
 def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, edits: Edits, *, dense: bool) -> Halves:
+    """Sums of the first and of the second half of one batch.
+
+    Every batch is halved, since batches come one after another and any of them may be the last. Which examples share a
+    half, and so the ridge that is chosen by them, depends a little on how the data are split into batches.
+    """
     node = passage.circuit.contractions[reader.number]
     kept = _kept(reader, edits, form.consumer)
     small = _narrow(form.consumer, kept)
