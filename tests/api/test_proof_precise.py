@@ -148,3 +148,24 @@ def test_the_model_is_as_before_if_even_float64_differs(monkeypatch: pytest.Monk
     with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune_(model, [x], {"a": 0.5}, progress=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_attention_that_is_swapped_agrees_in_half_precision() -> None:
+    """The swapped attention projects (examples, positions), torch's own (positions, examples)."""
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Linear(3, 8), nn.Linear(8, 4)
+            self.attention = nn.MultiheadAttention(8, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.stem(x)
+            return self.head(self.attention(h, h, h)[0])
+
+    torch.manual_seed(0)
+    model, x = Attend().to(torch.bfloat16), torch.randn(2, 6, 3, dtype=torch.bfloat16)
+    result = ispasp.prune(model, [x], {"stem": 6}, compensate=None, progress=False)
+    assert result.model.stem.out_features == 6
+    assert result.evidence.precise is not None
+    assert result.evidence.precise < 1e-12

@@ -39,8 +39,7 @@ class PreciseProof:
         for number in at.keys() & self._at.keys():
             (y, _), (expected, size) = at[number], self._at[number]
             own = float(expected.norm())
-            same = y.numel() == expected.numel()
-            error = compare([y.reshape(expected.shape)], [expected]).error if same else float("inf")
+            error = min((compare([z], [expected]).error for z in _arranged(y, expected)), default=float("inf"))
             errors.append(error * own / size if size > own > 0 else error)
         return max(errors)
 
@@ -61,6 +60,14 @@ class PreciseProof:
                     y = y if pruned else kept_outputs(s, reader.number, y)
                     found[reader.number] = y, passage.magnitude(reader.number)
             return found, tensors_in(passage.advance())
+
+
+def _arranged(y: Tensor, expected: Tensor) -> list[Tensor]:
+    """A consumer's output in another's shape; attention that is swapped may have examples before positions."""
+    if y.numel() != expected.numel():
+        return []
+    other = [y.transpose(0, 1)] if y.ndim > 2 and y.shape != expected.shape else []
+    return [z.reshape(expected.shape) for z in (y, *other)]
 
 
 def precise_proof(setting: Setting, example: Batch) -> PreciseProof | None:
