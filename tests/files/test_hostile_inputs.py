@@ -197,3 +197,11 @@ def test_tables_and_errors_are_escaped_and_bounded() -> None:
 def test_arrays_under_names_that_a_terminal_would_obey(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", **{ESCAPE: np.float32(3)})
     refused(lambda: load_data(str(tmp_path / "d.npz"), Loaded(nn.Identity(), ""), Wanted()), InputError, "x1b")
+
+
+def test_archives_with_members_that_are_no_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "d.npz"
+    np.savez(path, x=np.zeros((4, 3), "float32"))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("y", b"0123")
+    refused(lambda: load_data(str(path), Loaded(nn.Identity(), ""), Wanted()), InputError, "no array")

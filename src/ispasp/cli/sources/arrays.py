@@ -64,6 +64,8 @@ def _read(path: Path) -> dict[str, Any]:
         _check_size(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+        if other := [name for name, value in arrays.items() if not isinstance(value, np.ndarray)]:
+            raise InputError(f"{path} holds {other[0]!r}, which is no array: write it with numpy.savez(path, x=...)")
     except InputError:
         raise
     except Exception as error:
