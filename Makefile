@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-long check soak fuzz-files results zoo clean
+.PHONY: demo test test-long check wheel-test soak fuzz-files results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
@@ -21,6 +21,9 @@ check: $(VENV)/test.stamp         ## lint, format, types of library and tests, l
 	$(BIN)/mypy --strict
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports
+
+wheel-test:                       ## build the wheel, and use it in an environment of its own, without extras
+	PYTHON=$(PYTHON) tests/wheel/run
 
 SECONDS ?= 7200
 soak: $(VENV)/test.stamp          ## random networks, faults, files, processes and threads for SECONDS; appends to soak.jsonl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ispasp.api.finetune import finetune
-from ispasp.errors import InputError
+from ispasp.errors import InputError, MissingExtraError
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.train import AdamW, Sgd, Teacher
 from ispasp.train.objective import Objective, distance
@@ -299,6 +300,12 @@ def test_trains_where_the_caller_has_switched_gradients_off() -> None:
     model, data = network(), batches()
     with torch.inference_mode():
         assert finetune(model, data, epochs=0.5).losses == expected
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ispasp\[train\]'"):
+        finetune(network(), batches())
 
 
 def test_an_accelerator_of_the_caller_keeps_its_accumulation() -> None:

@@ -19,6 +19,7 @@ from ispasp.calibrate.team import joined_team
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.train.batch import Batch, inputs_for
+from ispasp.train.devices import need_accelerate
 from ispasp.train.loop import Run, train
 from ispasp.train.losses import loss_of
 from ispasp.train.objective import Loss, Objective, Teacher
@@ -124,6 +125,7 @@ def finetune(
     (20, True)
     """
     with joined_team() as ranks, ranks.together("the start of fine-tuning"):
+        need_accelerate()
         _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
         loader = _checked_loader(loader, model, resumable=checkpoint is not None)
         _check_functions(loss=loss, input_of=input_of, evaluate=evaluate)

@@ -33,6 +33,7 @@ from ispasp.cli.sources import (
 from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import read_json
 from ispasp.train import AdamW, Sgd
+from ispasp.train.devices import need_accelerate
 from ispasp.train.objective import logits_of
 
 
@@ -88,6 +89,7 @@ def finetune(
     force: o.Force = False,
 ) -> None:
     """Fine-tune a pruned model on labelled data, and save it with its plan."""
+    need_accelerate()
     if not is_saved(folder):
         raise InputError(f"{folder} holds no pruned model: pass a folder that `ispasp prune` wrote")
     beside = folder if folder.name else folder.resolve()

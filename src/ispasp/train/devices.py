@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from ispasp.errors import InputError
+from ispasp.errors import InputError, MissingExtraError
 
 PRECISIONS = (None, "bf16", "fp16")
 _WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accelerate leaves on a model
+
+
+def need_accelerate() -> None:
+    """Refuse to train where accelerate is not installed."""
+    if find_spec("accelerate") is None:
+        raise MissingExtraError("fine-tuning needs accelerate: pip install 'ispasp[train]'")
 
 
 @contextmanager

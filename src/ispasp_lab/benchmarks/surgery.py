@@ -29,6 +29,7 @@ from ispasp.integrations.torchvision import import_torchvision
 from ispasp.report import Column, render, track
 from ispasp.surgery.masking import masked_output
 from ispasp.surgery.verify import output_of, relative_error
+from ispasp_lab.benchmarks import timing
 
 _MB = 2**20
 
@@ -171,9 +172,7 @@ class _Memory:
     """The most memory that the process takes meanwhile, beyond what it had; looked at every five milliseconds."""
 
     def __enter__(self) -> _Memory:
-        import psutil  # type: ignore[import-untyped]  # comes with accelerate
-
-        process = psutil.Process()
+        process = timing.this_process()
         before = process.memory_info().rss
         self.extra = 0
         self._stop = threading.Event()

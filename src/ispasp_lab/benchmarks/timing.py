@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ispasp.errors import InputError
+from ispasp.errors import InputError, MissingExtraError
 from ispasp.report import track
 
 T = TypeVar("T")
@@ -67,6 +67,15 @@ def interleaved(
     return {name: Timing(tuple(runs[name]), values[name]) for name in jobs}
 
 
+def this_process() -> Any:
+    """This process as psutil sees it."""
+    try:
+        import psutil  # type: ignore[import-untyped]  # comes with accelerate
+    except ImportError as error:
+        raise MissingExtraError("measuring memory needs psutil: pip install 'ispasp[train]'") from error
+    return psutil.Process()
+
+
 def memory() -> tuple[int, int]:
     """Resident bytes of this process: now, and at their peak.
 
@@ -82,8 +91,6 @@ def memory() -> tuple[int, int]:
         return now, max(now, peak)
     import resource
 
-    import psutil  # type: ignore[import-untyped]  # comes with accelerate
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    now = psutil.Process().memory_info().rss
+    now = this_process().memory_info().rss
     return now, max(now, peak)

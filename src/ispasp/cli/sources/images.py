@@ -13,7 +13,7 @@ from ispasp.cli.sources.classes import check_no_splits, numbered
 from ispasp.cli.sources.examples import Examples, Wanted
 from ispasp.cli.sources.loaded import Loaded
 from ispasp.cli.sources.preprocessing import Preprocessing
-from ispasp.errors import InputError
+from ispasp.errors import InputError, MissingExtraError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
 REMEDY = "pass --size, the side of the images that it takes (now {}), or data of its kind"
@@ -44,8 +44,10 @@ def from_images(folder: Path, loaded: Loaded, wanted: Wanted) -> Examples:
 
 def image(path: Path, prepare: Preprocessing) -> Tensor:
     """One image file as the network sees it. (3, size, size)"""
-    from PIL import Image
-
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("images need Pillow: pip install 'ispasp[vision]'") from error
     try:
         with Image.open(path) as file:
             picture = file.convert("RGB")
