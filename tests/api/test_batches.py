@@ -7,6 +7,7 @@ import json
 import logging
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -97,7 +98,11 @@ def on_mask(model: nn.Module, data: Any) -> ispasp.Plan:
 
 
 VERBS = {"prune": on_prune, "oneshot": on_oneshot, "survey": on_survey, "apply_": on_apply, "mask": on_mask}
-WANTED = {name: verb(plain(), X) for name, verb in VERBS.items()}
+
+
+@cache
+def wanted(verb: str) -> ispasp.Plan:
+    return VERBS[verb](plain(), X)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -105,7 +110,7 @@ WANTED = {name: verb(plain(), X) for name, verb in VERBS.items()}
 def test_every_form_for_every_verb(form: str, verb: str) -> None:
     build, data = FORMS[form]
     found = VERBS[verb](build(), data())
-    assert {name.removeprefix("body."): kept for name, kept in found.kept.items()} == WANTED[verb].kept
+    assert {name.removeprefix("body."): kept for name, kept in found.kept.items()} == wanted(verb).kept
 
 
 LABELLED = ["(x, y)", "[x, y]", "pairs", "lists", "a labelled loader", "a labelled dict", "label", "a dict and labels",
@@ -258,7 +263,7 @@ def test_the_default_limit_takes_whole_batches_and_all_is_all() -> None:
 
 def test_a_survey_takes_the_first_of_several_batches() -> None:
     for data in ([X, X], [(X, Y), (X, Y)], DataLoader(TensorDataset(X, Y), batch_size=7), iter([X])):
-        assert ispasp.survey(plain(), data).plan(0.5).kept == WANTED["survey"].kept
+        assert ispasp.survey(plain(), data).plan(0.5).kept == wanted("survey").kept
     named = copy.deepcopy(Named())
     assert len(ispasp.survey(named, [{"x": X}, {"x": X}]).dimensions) == 2
     with pytest.raises(ispasp.errors.InputError, match="no calibration batches: pass at least one"):

@@ -55,6 +55,9 @@ def test_a_wrong_unit_is_found_in_half_precision(
         ispasp.prune(model, [x], {"a": 0.5}, compensate=compensate, progress=False)
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
 class Normed(nn.Module):
     """128 units behind a BatchNorm: every kind of tensor that surgery cuts."""
 
@@ -81,7 +84,18 @@ def one_wrong_index(name: str, axis: int) -> Any:
     return damaged
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def normed(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Normed().to(dtype).eval(), torch.randn(64, 16).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_right_surgery_is_proved(dtype: torch.dtype) -> None:
+    model, x = normed(dtype)
+    assert ispasp.prune(model, [x], 0.75, progress=False).evidence.holds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "axis"),
     [("a.weight", 0), ("a.bias", 0), ("b.weight", 1), ("norm.weight", 0), ("norm.bias", 0), ("norm.running_mean", 0),
@@ -90,9 +104,7 @@ def one_wrong_index(name: str, axis: int) -> Any:
 def test_one_wrong_index_in_any_tensor_is_found(
     dtype: torch.dtype, name: str, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    model, x = Normed().to(dtype).eval(), torch.randn(64, 16).to(dtype)
-    assert ispasp.prune(model, [x], 0.75, progress=False).evidence.holds
+    model, x = normed(dtype)
     monkeypatch.setattr(module, "remove_", one_wrong_index(name, axis))
     with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
         ispasp.prune(model, [x], 0.75, progress=False)
