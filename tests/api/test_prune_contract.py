@@ -217,7 +217,7 @@ class Interrupted:
             yield batch
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.long) for o in OPTIONS[1:])])
 def test_ctrl_c_while_a_batch_is_loaded(options: dict[str, Any]) -> None:
     whole = Interrupted(at=-1)
     ispasp.prune(Net(), whole, progress=False, **options)
