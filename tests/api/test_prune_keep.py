@@ -118,6 +118,7 @@ def check_budget(dense: nn.Module, data: list[Tensor], budget: Any, **options: A
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("budget", "options"),
     [
