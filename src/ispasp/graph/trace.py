@@ -238,7 +238,7 @@ def _without_vmap(program: Any) -> Any:
 @contextmanager
 def _without_monitor() -> Iterator[None]:
     """torch draws a progress bar that nobody sees; tqdm would start a thread for it that never ends."""
-    bar: Any = torch.hub.tqdm
+    bar: Any = torch.hub.tqdm  # type: ignore[attr-defined]
     before = getattr(bar, "monitor_interval", 0)
     bar.monitor_interval = 0
     try:
