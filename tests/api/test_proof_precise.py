@@ -181,3 +181,24 @@ def test_attention_that_is_swapped_agrees_in_half_precision() -> None:
     assert result.model.stem.out_features == 6
     assert result.evidence.precise is not None
     assert result.evidence.precise < 1e-12
+
+
+def test_products_without_a_layer_agree_in_half_precision() -> None:
+    """What an einsum makes cannot be cut like a layer's outputs; the outputs of the model are compared."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(6, 8))
+            self.b, self.c = nn.Parameter(torch.randn(8, 10)), nn.Parameter(torch.randn(10, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(torch.einsum("nti,io->nto", x, self.a))
+            return torch.relu(torch.einsum("nti,io->nto", h, self.b)) @ self.c
+
+    torch.manual_seed(0)
+    model, x = Products().to(torch.bfloat16), torch.randn(2, 5, 6, dtype=torch.bfloat16)
+    result = ispasp.prune(model, [x], 0.5, compensate=None, progress=False)
+    assert (result.model.a.shape, result.model.b.shape) == ((6, 4), (4, 5))
+    assert result.evidence.precise is not None
+    assert result.evidence.precise < 1e-12

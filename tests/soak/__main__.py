@@ -19,9 +19,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the first case; a new one each time if left out")
     parser.add_argument("--reproduce", metavar="CATEGORY:SEED", help="run one case here, without a process of its own")
     parser.add_argument("--report", type=Path, help="print the page that a file of records makes, and end")
+    parser.add_argument("--fuzz", type=Path, help="with --report: what `python -m support.files_fuzz` has printed")
     given = parser.parse_args()
     if given.report:
-        print(markdown(read(given.report)))
+        print(markdown(read(given.report), given.fuzz.read_text() if given.fuzz else ""))
         return 0
     if given.reproduce:
         return reproduce(given.reproduce)

@@ -97,12 +97,24 @@ def table(tally: Tally) -> str:
     return f"{text}\nrefused:\n{refused}" if refused else text
 
 
-def markdown(tally: Tally) -> str:
-    """The counts as a page of docs/results."""
+_HEAD = """# Reliability
+
+Made by `make soak SECONDS=7200` (records in `soak.jsonl`), `make fuzz-files > fuzz.txt` and then
+`python -m soak --report soak.jsonl --fuzz fuzz.txt` with `PYTHONPATH=tests`.
+
+A soak runs random cases, each in a process of its own with a time limit. It asks whether removal equals masking (by an
+oracle of the tests' own), whether model and process are as before, and whether all that is refused is refused by one
+`IspaspError`. `refused` ends a case well, `failed` does not. `python -m soak --reproduce CATEGORY:SEED` runs one again.
+"""
+
+
+def markdown(tally: Tally, fuzz: str = "") -> str:
+    """The counts as a page of docs/results, with what was found on the way."""
     hours = sum(tally.seconds.values()) / 3600
     lines = [
-        f"{sum(c.total() for c in tally.outcomes.values()):,} cases in {hours:.1f} hours on one core, at "
-        f"{', '.join(f'`{name}`' for name, _ in tally.commits.most_common())}.",
+        _HEAD,
+        f"{sum(c.total() for c in tally.outcomes.values()):,} cases in {hours:.1f} hours of processes, at "
+        f"{', '.join(f'`{name}`' for name in tally.commits)}.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|{'---|' * len(HEAD)}",
@@ -118,7 +130,12 @@ def markdown(tally: Tally) -> str:
     for (category, error, message), n in tally.refusals.most_common():
         lines.append(f"| {n:,} | {category} | {error} | {message.replace('|', ' ')} |")
     lines += ["", "## Failed", ""]
-    lines += [f"- `{f['category']}:{f['seed']}` {f['error']}: {f['message'][:300]}" for f in tally.failures] or [
-        "None."
-    ]
-    return "\n".join(lines)
+    lines += [_told(f) for f in tally.failures] or ["None."]
+    if fuzz:
+        lines += ["", "## Damaged files", "", "```", fuzz.strip(), "```"]
+    return "\n".join([*lines, "", (Path(__file__).parent / "found.md").read_text().strip()])
+
+
+def _told(failure: Record) -> str:
+    name, commit = f"{failure['category']}:{failure['seed']}", failure.get("commit", "unknown")
+    return f"- `{name}` at `{commit}`: {failure['error']}: {failure['message'][:200]}"

@@ -59,11 +59,17 @@ class Setting:
     tensors: Mapping[str, Tensor]
 
 
+def cuts_outputs(setting: Setting, number: int) -> bool:
+    """Whether it is plain which outputs of a contraction stay."""
+    contraction = setting.analysis.tracker.contractions[number]
+    return output_channels(contraction.node) is not None and len(contraction.made) == 1
+
+
 def kept_outputs(setting: Setting, number: int, y: Tensor) -> Tensor:
     """What stays of a contraction's outputs, where they are units themselves."""
     contraction = setting.analysis.tracker.contractions[number]
     channel = output_channels(contraction.node)
-    if channel is None or len(contraction.made) != 1:
+    if channel is None or not cuts_outputs(setting, number):
         return y
     mask = kept_mask(setting.analysis.extent(contraction.made[0]), setting.kept)
     return y.index_select(channel, torch.nonzero(mask).flatten().to(y.device))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.evidence import Setting, kept_outputs
+from ispasp.api.evidence import Setting, cuts_outputs, kept_outputs
 from ispasp.calibrate.circuit import Circuit, Edits, named_tensors
 from ispasp.calibrate.passage import Passage
 from ispasp.graph.analyse import matches, retracked
@@ -38,6 +38,8 @@ class PreciseProof:
         errors = [compare(outputs, self._outputs).error]
         for number in at.keys() & self._at.keys():
             (y, _), (expected, size) = at[number], self._at[number]
+            if y.numel() != expected.numel() and not cuts_outputs(self._setting, number):
+                continue  # a product whose own units are not on a plain axis: the outputs tell
             own = float(expected.norm())
             error = min((compare([z], [expected]).error for z in _arranged(y, expected)), default=float("inf"))
             errors.append(error * own / size if size > own > 0 else error)
