@@ -12,7 +12,7 @@ import pytest
 
 import ispasp
 from ispasp.errors import PlanError
-from support.files_fuzz import Conv, saved_files
+from support.files_fuzz import Attend, Conv, saved_files
 from support.refusing import ESCAPE, refused
 
 Data = dict[str, Any]
@@ -99,3 +99,14 @@ def test_plans_of_many_names_take_linear_time() -> None:
     model: Any = ispasp.apply_(copy.deepcopy(saved_files(Conv)[0]), ispasp.Plan.from_json(text_of(widen)))
     assert model.fc1.out_channels == 4
     assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("gone", ["original0", "original1"])
+def test_plans_that_cut_a_weight_norm_apart(gone: str) -> None:
+    """torch multiplies g and v of any shapes, beyond their memory."""
+    dense, _, plan = saved_files(Attend)
+    data = json.loads(plan.to_json())
+    del data["tensors"][f"fc1.parametrizations.weight.{gone}"]
+    data["weight_norms"] = []
+    model = copy.deepcopy(dense)
+    refused(lambda: ispasp.apply_(model, ispasp.Plan.from_json(json.dumps(data))), PlanError, "weight norm", model)

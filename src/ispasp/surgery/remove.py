@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,6 +101,7 @@ def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Opt
             _set_parameter(tensor, small, layout, plan, undo, optimizer)
         else:
             _set_buffer(module, leaf, small, undo)
+    _check_weight_norms(model, touched)
     _correct(model, plan, touched, undo)
 
 
@@ -221,6 +222,20 @@ def _weight_norm_scales(model: nn.Module, plan: Plan, touched: dict[str, TensorL
         scales[norm.g] = row_norms(_cut(v, touched[norm.v], plan), norm.dim) / before
         touched.setdefault(norm.g, TensorLayout(tuple(_tensor(model, norm.g).shape), {}))
     return scales
+
+
+def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
+    """Refuse to cut g and v apart: torch multiplies them without a look at their shapes, beyond their memory."""
+    for name in touched:
+        for one, other in (("original0", "original1"), ("_g", "_v")):
+            stem = next((name.removesuffix(end) for end in (one, other) if name.endswith(end)), None)
+            module, leaf = _holder(model, name)
+            pair = [getattr(module, f"{leaf.removesuffix(one).removesuffix(other)}{end}", None) for end in (one, other)]
+            if stem is None or not all(isinstance(tensor, Tensor) for tensor in pair):
+                continue
+            g, v = (tuple(tensor.shape) for tensor in pair)  # type: ignore[union-attr]
+            if g and (len(g) != len(v) or any(a not in (1, b) for a, b in zip(g, v, strict=True))):
+                raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: build the plan anew")
 
 
 def _rescaled(name: str, g: Tensor, scale: Tensor) -> Tensor:
