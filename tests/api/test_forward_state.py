@@ -296,3 +296,21 @@ def test_a_forward_that_branches_at_random_is_refused() -> None:
 
     with pytest.raises(IspaspError):
         ispasp.prune(Flipping(), [X], progress=False)
+
+
+def test_ctrl_c_while_corrections_are_tried_leaves_the_numbers_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.heads = nn.Linear(8, 16), nn.Linear(16, 4), 4
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).view(len(x), self.heads, 4).relu().flatten(1))
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = Heads()
+    monkeypatch.setattr("ispasp.surgery.corrections.call", interrupted)
+    with model_unchanged(model, "survey"), pytest.raises(KeyboardInterrupt):
+        ispasp.survey(model, X)

@@ -29,6 +29,7 @@ PACKAGE = os.path.dirname(ispasp.__file__)  # noqa: PTH120
 RESTORING = (
     ("remove.py", "run"),
     ("state.py", "restore"),
+    ("corrections.py", "_put_back"),
     ("interrupts.py", "uninterrupted"),
     ("contextlib.py", "__exit__"),
 )

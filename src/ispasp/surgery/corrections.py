@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, islice, takewhile
+from typing import Any
 
 from torch import nn
 
+from ispasp.graph.interrupts import uninterrupted
 from ispasp.surgery import attributes
 from ispasp.surgery.attempt import Failure, Shape, call
 from ispasp.types.layout import Extent, Kept, full_length, kept_length, names_in
@@ -38,15 +40,22 @@ def search(
         modules = {f.path: f.module for f in inner}
         for chosen in islice(_subsets(options), _TRIES[min(len(inner), len(_TRIES)) - 1]):
             before = {path: dict(vars(module)) for path, module in modules.items()}
-            for correction in chosen:
-                attributes.write(modules[correction.module], correction.name, kept_length(correction.extent, kept))
-            found = call(frame)
-            for path, values in before.items():
-                vars(modules[path]).clear()
-                vars(modules[path]).update(values)
+            try:
+                for correction in chosen:
+                    attributes.write(modules[correction.module], correction.name, kept_length(correction.extent, kept))
+                found = call(frame)
+            finally:  # also on Ctrl-C
+                _put_back(modules, before)
             if found is not None and _fits(found, dense.get(frame.path, []), allowed):
                 return tuple(chosen)
     return ()
+
+
+def _put_back(modules: Mapping[str, nn.Module], before: Mapping[str, dict[str, Any]]) -> None:
+    with uninterrupted():
+        for path, values in before.items():
+            vars(modules[path]).clear()
+            vars(modules[path]).update(values)
 
 
 def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, kept: Kept) -> list[Attribute]:
