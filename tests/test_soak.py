@@ -118,6 +118,7 @@ def test_the_report_names_failures_and_refusals() -> None:
     tally.add({"category": "training", "seed": 4, "outcome": "refused", "error": "SaveError", "message": "no 12 'a'"})
     page = markdown(tally)
     assert "| training | 2 | 0 | 1 | 1 |" in page
-    assert "`training:3` Wrong: lost" in page
+    assert "`training:3` at `unknown`: Wrong: lost" in page
+    assert "3 cases, 0 failed" in markdown(tally, "3 cases, 0 failed")
     assert "| 1 | training | SaveError | no N '…' |" in page
     assert "SaveError: no N" in table(tally)
