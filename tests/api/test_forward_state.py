@@ -241,6 +241,11 @@ def test_another_dtype_in_the_second_batch(second: Tensor) -> None:
         ispasp.prune(nn.Sequential(*two()), [(X,), (second,)], progress=False)
 
 
+def test_floats_of_two_dtypes_in_a_list_are_two_batches() -> None:
+    with pytest.raises(IspaspError, match="dtype"):
+        ispasp.prune(nn.Sequential(*two()), [X, X.double()], progress=False)
+
+
 def test_a_second_batch_that_an_op_refuses() -> None:
     model = nn.Sequential(nn.Embedding(5, 8), *two())
     with pytest.raises(IspaspError, match="index out of range"):

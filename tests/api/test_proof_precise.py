@@ -113,10 +113,10 @@ def test_one_wrong_index_in_any_tensor_is_found(
 def test_half_precision_that_float64_cannot_check_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Normed().bfloat16().eval(), torch.randn(200, 16).bfloat16()
-    assert ispasp.prune(model, [x], 0.75, progress=False).advice == ()
+    assert "half precision" not in " ".join(ispasp.prune(model, [x], 0.75, progress=False).advice)
     monkeypatch.setattr("ispasp.api.proof.precise_proof", lambda *_: None)
-    (advice,) = ispasp.prune(model, [x], 0.75, progress=False).advice
-    assert "compared in half precision only" in advice
+    advice = ispasp.prune(model, [x], 0.75, progress=False).advice
+    assert any("compared in half precision only" in text for text in advice)
 
 
 class Difference(nn.Module):

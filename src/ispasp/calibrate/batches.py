@@ -52,7 +52,8 @@ def batches_in(given: Any, model: nn.Module) -> Iterable[Any]:
 def _is_one_batch(given: tuple[Any, ...] | list[Any], model: nn.Module) -> bool:
     """Whether this is a batch, rather than several: its parts differ in kind, or the model needs all of them at once.
 
-    Batches of one kind have the same dtype and as many axes, as those of `x.split(32)`.
+    Batches of one kind have the same dtype and as many axes, as those of `x.split(32)`. A list that ends with floats is
+    taken for batches.
     """
     if len(given) < 2 or not isinstance(given[-1], Tensor) or not is_rows(given, count_examples(given)):
         return False
@@ -61,8 +62,8 @@ def _is_one_batch(given: tuple[Any, ...] | list[Any], model: nn.Module) -> bool:
     second = parameter_for(model, 2)
     if second is not None and second.default is inspect.Parameter.empty and second.kind is not second.VAR_POSITIONAL:
         return True
-    dtypes, axes = {part.dtype for part in given}, {part.ndim for part in given}
-    if len(dtypes) > 1 or (len(axes) > 1 and (isinstance(given, tuple) or not given[-1].is_floating_point())):
+    kinds = {(part.dtype, part.ndim) for part in given}
+    if len(kinds) > 1 and (isinstance(given, tuple) or not given[-1].is_floating_point()):
         return True
     if not given[0].is_floating_point() and _is_mask(given[1]) and not _is_mask(given[0]):
         raise InputError("batches are tokens and what looks like a mask: pass one batch [(tokens, mask)] or a dict")
