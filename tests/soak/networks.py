@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import ispasp
+from ispasp.api.copying import copied
 from soak.case import Case, check
 from soak.options import SCALING, random_keep, random_options, random_units
 from soak.state import check_same, process_unchanged, unchanged, weights
@@ -67,10 +67,10 @@ def draw(case: Case) -> Subject:
     dtype = case.pick(*DTYPES)
     sizes = [case.rng.choice((1, 2, 3, 4, 5, 8)) for _ in range(case.rng.randint(1, 4))]
     batches = [cast(batch_for(network, case.rng.randrange(10**6), n), dtype) for n in sizes]
-    model = copy.deepcopy(network.model).to(dtype)
+    model = copied(network.model).to(dtype)
     batches = [batch for batch in batches if runs(model, batch)]
     if not batches:  # an op that this dtype lacks, or a forward that takes two examples only
-        model, dtype, batches = copy.deepcopy(network.model), torch.float64, [network.batch]
+        model, dtype, batches = copied(network.model), torch.float64, [network.batch]
     case.options |= {"dtype": str(dtype), "sizes": [len(pytree.tree_leaves(b)[0]) for b in batches]}
     return Subject(network, model, batches, dtype)
 
@@ -121,15 +121,15 @@ def check_result(case: Case, subject: Subject, result: ispasp.Result, options: d
     check(ispasp.Plan.from_json(result.plan.to_json()) == result.plan, "the plan changes by way of JSON")
     if exact:
         dense_trains = trains(subject.fresh(), subject.batches[0])
-        check(trains(copy.deepcopy(result.model), subject.batches[0]) == dense_trains, "other parameters get gradients")
+        check(trains(copied(result.model), subject.batches[0]) == dense_trains, "other parameters get gradients")
 
 
 def check_masking(subject: Subject, model: nn.Module, plan: ispasp.Plan, exact: bool) -> float | None:
     """The largest relative difference to masking, in float64 whatever the dtype. None: statistics of norms are new."""
-    twin = ispasp.apply_(copy.deepcopy(subject.network.model), plan)
+    twin = ispasp.apply_(copied(subject.network.model), plan)
     check_units(subject.network.model, twin, plan)
-    small = copy.deepcopy(model).double()  # before weights are folded: a spectral norm rounds
-    masked = embedded(copy.deepcopy(subject.model).double(), small, (subject.network.model, twin))
+    small = copied(model).double()  # before weights are folded: a spectral norm rounds
+    masked = embedded(copied(subject.model).double(), small, (subject.network.model, twin))
     if exact:
         check_kept_values(subject, model, masked)
     elif any(name.endswith("running_mean") for name, _ in model.named_buffers()):
@@ -205,7 +205,7 @@ def applied(case: Case, subject: Subject, survey: ispasp.Survey) -> None:
     """Surgery alone, with random units, and with the state of an optimizer."""
     model = subject.fresh()
     optimizer = stepped(model, subject.batches[0]) if case.chance(0.5) else None
-    before = copy.deepcopy(model)
+    before = copied(model)
     kept = {d.name: random_units(case, d.units) for d in survey.dimensions if case.chance(0.8)}
     case.options["kept"] = kept
     plan = survey.plan(kept)

@@ -6,7 +6,6 @@ axis are left. In a copy of the dense model the weights that read a removed posi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
+
+from ispasp.api.copying import copied
 
 
 def called(model: nn.Module, batch: Any) -> Any:
@@ -35,7 +36,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def plain(model: nn.Module) -> nn.Module:
     """A copy whose weights are tensors of their own: weight_norm and parametrizations are folded in."""
-    model = copy.deepcopy(model)
+    model = copied(model)
     for module in list(model.modules()):
         if parametrize.is_parametrized(module):  # by hand: torch's removal also changes the class of the original
             weights = {name: getattr(module, name).detach() for name in module.parametrizations}
