@@ -21,8 +21,8 @@ NOTHING = {  # networks in which nothing can go -> a part of the reason
     "plain/maxout": "shape '[2, 16, 2]' is invalid",
     "plain/lstm": "no rule for aten.lstm.input",
     "plain/gru": "no rule for aten.gru.input",
-    "timm/convnextv2_atto": "runs over this axis",  # its global response normalisation
-    "transformers/convnextv2": "mean runs over this axis",
+    "timm/convnextv2_atto": "global response normalisation averages over these channels",
+    "transformers/convnextv2": "global response normalisation averages over these channels",
     "transformers/mamba2": "mean runs over this axis",
 }
 PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]

@@ -111,7 +111,7 @@ def broken(rank: int) -> dict[str, Any]:
     """Rank 0 finds that its surgery went wrong."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr("ispasp.api.proof.relative_error", lambda *_: 1.0)
+            patch.setattr("ispasp.api.evidence.Evidence.holds", False)
         return failing(rank, lambda: shard("resnet", rank))
 
 

@@ -157,6 +157,7 @@ def output_channels(node: fx.Node) -> int | None:
 def along(values: Tensor, axis: int, rank: int) -> Tensor:
     """A vector shaped so that it broadcasts along one axis of a tensor.
 
+    >>> import torch
     >>> along(torch.ones(3), 1, 4).shape
     torch.Size([1, 3, 1, 1])
     """
