@@ -68,12 +68,13 @@ def check_removal(network: Network, data: st.DataObject) -> None:
     pruned = ispasp.apply_(copy.deepcopy(model), ispasp.Plan.from_json(plan.to_json()), batch=batch)
 
     assert distance(output(pruned, batch), output(masked(model, pruned), batch)) <= TOLERANCE
-    assert list(pruned.state_dict()) == list(before)
+    if not plan.structure.folded:  # a layer that is folded has a plain weight instead
+        assert list(pruned.state_dict()) == list(before)
+        assert trains(pruned, batch) == trains(copy.deepcopy(model), batch)
     assert sum(p.numel() for p in pruned.parameters()) == survey.cost(plan).params
     assert ispasp.Plan.from_json(plan.to_json()) == plan
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(map(torch.equal, output(model, batch), dense_output))
-    assert trains(pruned, batch) == trains(copy.deepcopy(model), batch)
 
 
 @fuzz
