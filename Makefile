@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests start processes: what one has compiled, the next one finds.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-long check wheel-test soak fuzz-files results zoo clean
+.PHONY: demo test test-long check wheel-test soak fuzz-files mutations results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
@@ -53,6 +55,9 @@ CASES ?= 200000
 SEED ?= 1000000
 fuzz-files: $(VENV)/test.stamp    ## damage every kind of file that is read: CASES cases from SEED on
 	PYTHONPATH=tests $(BIN)/python -m support.files_fuzz $(SEED) $(CASES)
+
+mutations: $(VENV)/test.stamp     ## break the library in about a hundred places, and see that the tests notice
+	PYTHONPATH=tests $(BIN)/python -m support.mutations --out docs/results/mutations.md
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

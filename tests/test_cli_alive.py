@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from ispasp.cli.alive import LOG, signs_of_life
+from ispasp.cli.app import signs_of_life
+from ispasp.cli.options import LOG
 from ispasp.report import progress
 
 

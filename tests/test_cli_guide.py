@@ -23,12 +23,18 @@ def guide(block: int) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines]
 
 
-@pytest.mark.skipif(
-    find_spec("torchvision") is None or find_spec("onnxruntime") is None, reason="needs ispasp[vision,onnx]"
+@pytest.mark.skipif(find_spec("timm") is None or find_spec("onnxruntime") is None, reason="needs ispasp[vision,onnx]")
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param("torchvision:resnet18", marks=pytest.mark.long),
+        "timm:vit_tiny_patch16_224:depth=1,embed_dim=24,mlp_ratio=24,num_heads=2,img_size=64",
+    ],
 )
-def test_the_first_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_examples_run(network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand among the long tests, here with a smaller network."""
     monkeypatch.chdir(tmp_path)
-    commands = guide(1)
+    commands = [[word.replace("torchvision:resnet18", network) for word in command] for command in guide(1)]
     assert [command[0] for command in commands] == ["survey", "prune", "export"]
     for command in commands:
         monkeypatch.setattr(sys, "argv", ["ispasp", *command])

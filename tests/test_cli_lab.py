@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import typer
 
-from ispasp.cli.lab import add_lab
+from ispasp.cli.app import add_lab
 from support.cli import command, refusal
 
 
 def test_in_a_checkout_the_commands_are_listed() -> None:
     done = command("--help")
     assert done.code == 0
-    assert all(name in done.out for name in ("demo", "reproduce", "bench"))
+    names = ("survey", "prune", "evaluate", "finetune", "export", "demo", "reproduce", "bench")
+    assert all(name in done.out for name in names)
 
 
 CALLS = [("bench",), ("bench", "surgery", "--json"), ("demo", "--help"), ("reproduce", "cnn", "--out", "x")]
@@ -21,7 +22,7 @@ CALLS = [("bench",), ("bench", "surgery", "--json"), ("demo", "--help"), ("repro
 @pytest.mark.parametrize("call", CALLS, ids=" ".join)
 def test_without_the_lab_a_command_says_how_to_get_it(call: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
-    monkeypatch.setattr("ispasp.cli.lab.find_spec", {}.get)
+    monkeypatch.setattr("ispasp.cli.app.find_spec", {}.get)
     monkeypatch.setattr("ispasp.cli.app.app", app)
     add_lab(app)
     line = refusal(*call)

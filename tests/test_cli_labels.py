@@ -11,7 +11,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ispasp.cli.sources import Examples, Loaded, Wanted, load_data, load_model, matched
+from ispasp.cli.data import load_data
+from ispasp.cli.loaded import Examples, Loaded, matched
+from ispasp.cli.models import load_model
+from ispasp.cli.options import Wanted
 from ispasp.errors import InputError
 from support.cli import command, refusal
 
@@ -47,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_of_a_data_set_are_no_classes(parts: tuple[str, ...]) -> None:
     pictures(*(f"photos/{part}/cat/1.png" for part in parts))
     said = refusal("prune", "nets.py:net", "--data", "photos", "--size", 8)
-    assert said.startswith("photos has the parts ")
+    assert said.startswith("photos has the splits ")
     assert said.endswith(f"no classes: pass photos/{parts[0]}")
 
 
@@ -132,7 +135,7 @@ def test_options_of_a_factory() -> None:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT of three classes with its tokenizer, as a folder."""
-    from ispasp.cli.sources.huggingface import transformers
+    from ispasp.cli.huggingface import transformers
 
     package: Any = transformers()
     folder = tmp_path_factory.mktemp("bert")
@@ -181,9 +184,7 @@ class TestTables:
         done = command("prune", f"hf:{bert}", "--task", "token-classification", *data, "--no-curves", "--out", "small")
         assert done.code == 0, done.err
         assert type(load_model("small").model).__name__ == "BertForTokenClassification"
-        assert "--task causal-lm is for models of Hugging Face" in refusal(
-            "survey", "nets.py:net", "--task", "causal-lm"
-        )
+        assert "--task causal-lm is for Hugging Face models" in refusal("survey", "nets.py:net", "--task", "causal-lm")
         assert "is not one of 'features', 'causal-lm'" in refusal("survey", f"hf:{bert}", "--task", "magic")
         assert "accuracy" in command("evaluate", f"hf:{bert}", *data).out
         assert "no classes and no next tokens" in refusal("evaluate", f"hf:{bert}", "--task", "features", *data)

@@ -19,9 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ispasp
-from ispasp.cli.sources import Loaded, Wanted, load_data, load_model, runs, saved_folder
-from ispasp.cli.sources.preprocessing import Preprocessing
-from ispasp.cli.sources.weights import fill
+from ispasp.cli.data import load_data
+from ispasp.cli.loaded import Loaded, runs
+from ispasp.cli.models import load_model, saved_folder
+from ispasp.cli.options import Wanted
+from ispasp.cli.preprocessing import Preprocessing
+from ispasp.cli.weights import fill
 from ispasp.errors import InputError, IspaspError, MissingExtraError
 from support.forge import forge_model
 
@@ -229,7 +232,7 @@ def test_random_inputs_are_seeded() -> None:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with its tokenizer, as a folder."""
-    from ispasp.cli.sources.huggingface import transformers
+    from ispasp.cli.huggingface import transformers
 
     package = transformers()
     folder = tmp_path_factory.mktemp("bert")
@@ -312,9 +315,9 @@ def test_data_sets_of_hugging_face(bert: Path, monkeypatch: pytest.MonkeyPatch) 
     data = load_data("hf-dataset:sst2:validation", loaded, Wanted())
     assert data.labels is not None and data.labels.tolist() == [0, 1, 2]  # sorted with their texts
     for spec, wanted, said in (
-        ("hf-dataset:nothing", Wanted(), r"no data set nothing\): check its name, its split and the network"),
+        ("hf-dataset:nothing", Wanted(), r"no data set nothing second line\): check its name, its split"),
         ("hf-dataset:a:b:c:d", Wanted(), "names no data set"),
-        ("hf-dataset:sst2:validation", Wanted(labels="sentence"), "no column of class numbers"),
+        ("hf-dataset:sst2:validation", Wanted(labels="sentence"), "does not hold class numbers"),
         ("hf-dataset:sst2:validation", Wanted(key="label"), "holds int"),
         ("hf-dataset:sst2:validation", Wanted(key="body"), "has the columns sentence, label"),
     ):
@@ -357,10 +360,7 @@ def test_weights_that_a_checkpoint_lacks_are_told(bert: Path, tmp_path: Path) ->
     del state["classifier.weight"]
     save_file(state, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     assert load_model(f"hf:{bert}").warnings == ()
-    assert (
-        "lacks 'classifier.weight', so that these weights are random"
-        in load_model(f"hf:{tmp_path / 'base'}").warnings[0]
-    )
+    assert "lacks 'classifier.weight': these weights are random" in load_model(f"hf:{tmp_path / 'base'}").warnings[0]
 
 
 def test_arrays_that_are_no_examples(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_arrays_that_are_no_examples(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said):
             load_data(str(path), identity(), Wanted())
     path.write_bytes(b"no archive")
-    with pytest.raises(InputError, match="no archive of arrays"):  # and no advice to trust a pickle
+    with pytest.raises(InputError, match="no archive of numeric arrays"):  # and no advice to trust a pickle
         load_data(str(path), identity(), Wanted())
     np.savez(path, x=np.full((4, 5, 6), 255, "uint8"))
     assert load_data(str(path), identity(), Wanted()).read([0]).tolist() == torch.ones(1, 1, 5, 6).tolist()  # grey

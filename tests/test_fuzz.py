@@ -14,7 +14,7 @@ import ispasp
 from support.masking import distance, masked, output, trains
 from support.networks import LEAVES, NESTED, Network, networks
 
-EXAMPLES = int(os.environ.get("ISPASP_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("ISPASP_EXAMPLES", "10"))
 TOLERANCE = 1e-9
 fuzz = settings(
     max_examples=EXAMPLES,
@@ -52,7 +52,7 @@ def test_removal_equals_masking(network: Network, data: st.DataObject) -> None:
 
 
 @pytest.mark.long
-@settings(fuzz, max_examples=8 * EXAMPLES)
+@settings(fuzz, max_examples=10 * EXAMPLES)
 @given(network=networks(), data=st.data())
 def test_removal_equals_masking_on_many_networks(network: Network, data: st.DataObject) -> None:
     check_removal(network, data)

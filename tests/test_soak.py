@@ -50,9 +50,9 @@ def test_surgery_that_cuts_the_wrong_units_is_found(monkeypatch: pytest.MonkeyPa
         return cut(tensor.roll(1, dims=1) if tensor.dim() > 1 else tensor, *rest)
 
     monkeypatch.setattr(remove, "_cut", wrong)
-    for name in ("ispasp.api.apply", "ispasp.surgery.trial"):
+    for name in ("ispasp._apply", "ispasp.surgery.trial"):
         monkeypatch.setattr(f"{name}.relative_error", lambda *_: 0.0)
-    monkeypatch.setattr("ispasp.api.evidence.Evidence.holds", True)
+    monkeypatch.setattr("ispasp.result.Evidence.holds", True)
     record = one("networks", SEEDS["networks"])
     assert record["outcome"] == FAILED
     assert "masking" in record["message"]
@@ -60,7 +60,7 @@ def test_surgery_that_cuts_the_wrong_units_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_that_is_not_put_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remove.Undo, "run", lambda self: None)
+    monkeypatch.setattr(remove.Undo, "close", lambda self: None)
     ended = [one("faults", seed) for seed in range(3)]
     assert any(record["outcome"] == FAILED for record in ended)
 

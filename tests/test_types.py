@@ -18,7 +18,7 @@ warn_unused_ignores = True
 [mypy-torch.*,numpy.*,safetensors.*,rich.*,accelerate.*]
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-ispasp.graph.*,ispasp.calibrate.*,ispasp.compensate.*,ispasp.surgery.*,ispasp.report.*,ispasp.integrations.*]
+[mypy-ispasp.graph.*,ispasp.engine.*,ispasp.compensate.*,ispasp.surgery.*,ispasp.report.*,ispasp.integrations.*]
 follow_imports = skip
 """
 SCRIPT = """

@@ -4,25 +4,26 @@ Selectors, consumers and statistics are in `ispasp.select`, optimizers in `ispas
 """
 
 from ispasp import errors, select, train
-from ispasp.api.apply import apply_
-from ispasp.api.compare_methods import compare_methods
-from ispasp.api.finetune import finetune
-from ispasp.api.load import load
-from ispasp.api.mask import mask
-from ispasp.api.onnx import export_onnx
-from ispasp.api.prune import prune, prune_
-from ispasp.api.recipes import recipes
-from ispasp.api.result import Layer, Result
-from ispasp.api.save import save
-from ispasp.api.survey import Survey, survey
+from ispasp._apply import apply_, mask
+from ispasp._compare import compare_methods
+from ispasp._finetune import finetune
+from ispasp._heal import Heal, HealResult, heal
+from ispasp._keep import recipes
+from ispasp._onnx import export_onnx
+from ispasp._prune import prune, prune_
+from ispasp._store import load, save
+from ispasp._survey import Survey, survey
 from ispasp.budget import Macs, Params
 from ispasp.errors import IspaspError
+from ispasp.result import Layer, Result
 from ispasp.select import methods
 from ispasp.types.plan import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Heal",
+    "HealResult",
     "IspaspError",
     "Layer",
     "Macs",
@@ -35,6 +36,7 @@ __all__ = [
     "errors",
     "export_onnx",
     "finetune",
+    "heal",
     "load",
     "mask",
     "methods",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LONGEST = 4000  # characters of an error
+
 
 def visible(text: str) -> str:
-    """The text with every character that does not print written as its escape; line ends and tabs stay.
-
-    Names come from models and files, and a terminal obeys what does not print.
+    """Escape characters that do not print, except line ends and tabs: names from files could control a terminal.
 
     >>> visible("fc\\x1b[2J"), visible("größe")
     ('fc\\\\x1b[2J', 'größe')
@@ -18,21 +21,18 @@ def visible(text: str) -> str:
     )
 
 
-_LONGEST = 4000  # characters of an error
+def _shown(text: str) -> str:
+    """Escape the text, and cut the middle out if it is too long: the remedy is at the end."""
+    text, half = visible(text), _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 class IspaspError(Exception):
-    """Base of every error this library raises on purpose. Its text prints, and is bounded, whatever it quotes."""
+    """Base of every error this library raises on purpose. Its text is printable and bounded, whatever it quotes."""
 
     def __init__(self, *args: object) -> None:
         """Take the text of the error."""
-        super().__init__(*(_bounded(visible(arg)) if isinstance(arg, str) else arg for arg in args))
-
-
-def _bounded(text: str) -> str:
-    """The text without its middle, where it is too long: the remedy stands at the end."""
-    half = _LONGEST // 2
-    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
+        super().__init__(*(_shown(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InputError(IspaspError, ValueError):
@@ -73,3 +73,16 @@ class ExportError(IspaspError, RuntimeError):
 
 class DistributedError(IspaspError, RuntimeError):
     """Another rank failed, died or did not answer in time."""
+
+
+@contextmanager
+def failing_as(kind: type[IspaspError], what: str, remedy: str) -> Iterator[None]:
+    """Turn an exception that is not ours into one of this kind: "WHAT (REASON): REMEDY"."""
+    try:
+        yield
+    except IspaspError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        cause = None if kind is SaveError else error  # the cause may quote a damaged file raw
+        raise kind(f"{what} ({reason}): {remedy}") from cause

@@ -1,7 +1,7 @@
 """`ispasp demo`: the main job on data that is already here.
 
 Trains a small network on scikit-learn's handwritten digits, prunes it with every method, with and without compensation,
-and fine-tunes each result alike.
+and heals and fine-tunes each result alike.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from ispasp.api.finetune import finetune
-from ispasp.api.job import Compensate
-from ispasp.api.prune import prune
-from ispasp.api.result import Result
-from ispasp.api.save import save
+from ispasp._finetune import finetune
+from ispasp._heal import Heal, heal
+from ispasp._options import Compensate
+from ispasp._prune import prune
+from ispasp._store import save
 from ispasp.errors import IspaspError, MissingExtraError
+from ispasp.graph.state import copied
 from ispasp.report import Column, render, track
-from ispasp.report.html import html, roots
+from ispasp.report.html import html
+from ispasp.result import Result
 from ispasp.select import GFS, methods
 from ispasp.train import Sgd
 from ispasp.types import units_to_keep
@@ -34,7 +36,8 @@ from ispasp_lab.accuracy import accuracy
 
 WIDTHS = (64, 256, 128, 10)
 CALIBRATION = 512  # images, of those it was trained on
-SHOWN = "ispasp"  # the method whose result is saved and reported
+SHOWN = "auto"  # the method whose result is saved and reported
+HEAL = Heal(steps=150)
 _QUICK = {"gfs": GFS(candidates=50)}  # the stochastic variant: all units in every step take most of a minute
 _NOTE = 42  # letters of what a method says that cannot be used here
 
@@ -77,9 +80,9 @@ class Row:
     parameters: int | None = None
     macs: int | None = None
     plain: float | None = None  # pruned, nothing else
-    plain_finetuned: float | None = None
     compensated: float | None = None
-    compensated_finetuned: float | None = None
+    healed: float | None = None  # compensated, then trained towards the dense network, without labels
+    finetuned: float | None = None  # compensated, then trained with labels
     note: str = ""
 
 
@@ -130,7 +133,7 @@ def run(
         data = Digits.load(seed)
         dense = network(seed)
         train(dense, data, epochs, lr=0.1, seed=seed)
-        shown = _pruned(dense, data, keep, SHOWN, "dense", curves=True)
+        shown = _pruned(dense, data, keep, SHOWN, "dense", curves=True, heal=HEAL)
         reached = accuracy(dense, data.x_test, data.y_test, progress=False)
         rows = [Row("dense", shown.cost.dense_params, shown.cost.dense_macs, reached)]
         for method in track(only or methods(), "pruning digits", show=progress):
@@ -154,7 +157,7 @@ def write(demo: Demo, folder: Path, command: str = "ispasp demo") -> Path:
     save(demo.result, folder)
     told = {**json.loads(demo.result.to_json()), "model": "Handwritten digits", "command": command}
     report = folder / "report.html"
-    report.write_text(html(told, roots(demo.result.curves)), encoding="utf-8")
+    report.write_text(html(told, demo.result.curves), encoding="utf-8")
     return report
 
 
@@ -163,13 +166,13 @@ def as_table(rows: tuple[Row, ...], keep: float) -> str:
 
     >>> print(as_table((Row("dense", 50826, 50432, 98.0),), keep=0.2))
                          Pruning a network on handwritten digits
-    ┏━━━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━━┓
-    ┃ network ┃ parameters ┃   MACs ┃ pruned ┃ + fine-tuned ┃ compensated ┃ + fine-tuned ┃
-    ┡━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━━┩
-    │ dense   │     50,826 │ 50,432 │ 98.0 % │            - │           - │            - │
-    └─────────┴────────────┴────────┴────────┴──────────────┴─────────────┴──────────────┘
+    ┏━━━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━┓
+    ┃ network ┃ parameters ┃   MACs ┃ pruned ┃ compensated ┃ + healed ┃ + fine-tuned ┃
+    ┡━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━┩
+    │ dense   │     50,826 │ 50,432 │ 98.0 % │           - │        - │            - │
+    └─────────┴────────────┴────────┴────────┴─────────────┴──────────┴──────────────┘
     digits, 64-256-128-10 ReLU network, keep=0.2; accuracy on 450 test images.
-    Compensated: weights refitted with 512 images without labels; gfs ...
+    Compensated ...
     """
     percent = "{:.1f} %".format
     columns = [
@@ -177,15 +180,16 @@ def as_table(rows: tuple[Row, ...], keep: float) -> str:
         Column("parameters", "parameters", "{:,}".format),
         Column("macs", "MACs", "{:,}".format),
         Column("plain", "pruned", percent),
-        Column("plain_finetuned", "+ fine-tuned", percent),
         Column("compensated", "compensated", percent),
-        Column("compensated_finetuned", "+ fine-tuned", percent),
+        Column("healed", "+ healed", percent),
+        Column("finetuned", "+ fine-tuned", percent),
     ]
     if any(row.note for row in rows):
         columns.append(Column("note", "why not"))
     note = (
-        f"digits, {'-'.join(map(str, WIDTHS))} ReLU network, keep={keep}; accuracy on 450 test images. Compensated: "
-        f"weights refitted with {CALIBRATION} images without labels; gfs tries 50 units in every step."
+        f"digits, {'-'.join(map(str, WIDTHS))} ReLU network, keep={keep}; accuracy on 450 test images. Compensated "
+        f"(weights refitted) and healed (trained towards the dense network) with {CALIBRATION} images without labels; "
+        "fine-tuned from compensated, with all labels. gfs tries 50 units in every step."
     )
     return render("Pruning a network on handwritten digits", columns, [vars(row) for row in rows], note)
 
@@ -193,21 +197,21 @@ def as_table(rows: tuple[Row, ...], keep: float) -> str:
 def _row(dense: nn.Module, data: Digits, keep: float, method: str, epochs: int, seed: int) -> Row:
     found: dict[str, Any] = {}
     try:
-        ways: tuple[tuple[str, Compensate], ...] = (("plain", None), ("compensated", "dense"))
-        for name, compensate in ways:
-            result = _pruned(dense, data, keep, method, compensate)
-            found[name] = accuracy(result.model, data.x_test, data.y_test, progress=False)
-            train(result.model, data, epochs, lr=0.02, seed=seed)
-            found[f"{name}_finetuned"] = accuracy(result.model, data.x_test, data.y_test, progress=False)
+        plain = _pruned(dense, data, keep, method, None).model
+        result = _pruned(dense, data, keep, method, "dense")
+        healed, tuned = copied(result.model), copied(result.model)
+        heal(healed, dense, data.x[:CALIBRATION], HEAL, progress=False)
+        train(tuned, data, epochs, lr=0.02, seed=seed)
+        networks = {"plain": plain, "compensated": result.model, "healed": healed, "finetuned": tuned}
+        for name, model in networks.items():
+            found[name] = accuracy(model, data.x_test, data.y_test, progress=False)
     except IspaspError as error:
         text = " ".join(str(error.__cause__ or error).split())  # the cause does not begin with where it was
         return Row(method, note=text if len(text) <= _NOTE else f"{text[:_NOTE].rstrip()}...")
     return Row(method, result.cost.params, result.cost.macs, **found)
 
 
-def _pruned(
-    dense: nn.Module, data: Digits, keep: float, method: str, compensate: Compensate, *, curves: bool = False
-) -> Result:
+def _pruned(dense: nn.Module, data: Digits, keep: float, method: str, compensate: Compensate, **options: Any) -> Result:
     batch = (data.x[:CALIBRATION], data.y[:CALIBRATION])  # labels are for those methods only that look at the task
     return prune(
         dense,
@@ -216,6 +220,6 @@ def _pruned(
         method=_QUICK.get(method, method),
         compensate=compensate,
         loss=lambda output, pair: cross_entropy(output, pair[1]),
-        curves=curves,
         progress=False,
+        **options,
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ispasp
-from ispasp.calibrate.labels import Labels, find_labels
+from ispasp.engine.batches import Labels, find_labels
 from support.nets import alive, mlp
 
 G = torch.Generator().manual_seed(0)
@@ -98,6 +98,8 @@ def on_mask(model: nn.Module, data: Any) -> ispasp.Plan:
 
 
 VERBS = {"prune": on_prune, "oneshot": on_oneshot, "survey": on_survey, "apply_": on_apply, "mask": on_mask}
+SOME = ("a tensor", "(x, y)", "a labelled loader", "a generator", "an encoding", "two inputs and labels")
+EVERY = [(form, verb) for verb in ("prune", "survey") for form in FORMS]  # calls on batches, and calls on one batch
 
 
 @cache
@@ -105,8 +107,7 @@ def wanted(verb: str) -> ispasp.Plan:
     return VERBS[verb](plain(), X)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "verb"), [*EVERY, *((f, v) for v in ("oneshot", "apply_", "mask") for f in SOME)])
 def test_every_form_for_every_verb(form: str, verb: str) -> None:
     build, data = FORMS[form]
     found = VERBS[verb](build(), data())
@@ -222,8 +223,10 @@ def test_tokens_and_a_mask_are_no_two_batches() -> None:
         ispasp.prune(Tokens(), (IDS, torch.ones_like(IDS)))
 
 
-@pytest.mark.parametrize("order", ["sequential", "oneshot"])
-@pytest.mark.parametrize("given", ["list", "generator", "endless", "loader"])
+@pytest.mark.parametrize(
+    ("order", "given"),
+    [*(("sequential", g) for g in ("list", "generator", "endless", "loader")), ("oneshot", "endless")],
+)
 def test_examples_are_limited(order: Any, given: str) -> None:
     dense, some = plain(), X.split(8)
     data: dict[str, Any] = {

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.api.evaluation import Agreement, Judge
-from ispasp.api.inputs import Inputs
-from ispasp.api.options import Options
-from ispasp.calibrate.held_out import held_out
-from ispasp.calibrate.team import Alone
+from ispasp._evaluate import Agreement, Judge
+from ispasp._options import Inputs, Options
+from ispasp.engine.batches import held_out
+from ispasp.engine.team import Team
 from support.nets import alive, mlp
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -97,7 +96,7 @@ def test_agreement_is_the_share_of_equal_predictions() -> None:
 
 def test_at_most_256_examples_are_compared() -> None:
     dense = mlp(6, 10, 3).double()
-    found = Judge(dense, [X, X, X, X, X], X).agreement(dense, Alone())
+    found = Judge(dense, [X, X, X, X, X], X).agreement(dense, Team())
     assert (found.rate, found.difference, found.examples) == (1.0, 0.0, 256)
 
 
@@ -117,7 +116,7 @@ def test_tokens_are_counted_without_padding() -> None:
     model, worse = Tokens(), Tokens()
     batch = {"input_ids": torch.arange(20).reshape(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
     batch["attention_mask"][1, 4:] = 0
-    found = Judge(model, [batch], batch).agreement(worse, Alone())
+    found = Judge(model, [batch], batch).agreement(worse, Team())
     ours, theirs = (m(**batch)["logits"].argmax(-1)[batch["attention_mask"].bool()] for m in (model, worse))
     assert (found.predictions, found.rate) == (14, float((ours == theirs).double().mean()))
     ours, theirs = (m(**batch)["logits"].detach()[batch["attention_mask"].bool()] for m in (model, worse))
@@ -142,7 +141,7 @@ def test_outputs_of_every_kind(output: Any, rate: float | None) -> None:
         def forward(self, x: Tensor) -> Any:
             return output(x)
 
-    found = Judge(Net(), [X], X).agreement(Net(), Alone())
+    found = Judge(Net(), [X], X).agreement(Net(), Team())
     assert found.rate == rate
     assert str(found)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ispasp.api.finetune import finetune
+from ispasp._finetune import finetune
 from ispasp.errors import InputError, MissingExtraError
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.train import AdamW, Sgd, Teacher

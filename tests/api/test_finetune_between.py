@@ -115,5 +115,5 @@ def test_a_budget_and_a_loader_as_the_paper_uses_them() -> None:
 
 
 def test_what_is_no_function_is_refused_before_pruning() -> None:
-    with pytest.raises(ispasp.errors.InputError, match="finetune_between is a int: pass a function of the model"):
+    with pytest.raises(ispasp.errors.InputError, match="finetune_between=1: pass a function of the model"):
         pruned(chain(), train=1)

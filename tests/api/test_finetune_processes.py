@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from calibrate import accelerate_launch
-from ispasp.api.finetune import finetune
+from engine import accelerate_launch
+from ispasp._finetune import finetune
 from ispasp.errors import InputError
 from ispasp.train import Sgd, Teacher
 from support.leave import leave
@@ -154,6 +154,7 @@ def check_equal(folder: Path, name: str, expected: dict[str, Tensor], rtol: floa
         torch.testing.assert_close(a[key], tensor, rtol=rtol, atol=atol, msg=f"{name} {key}")
 
 
+@pytest.mark.long
 def test_two_processes_of_torchrun_equal_one(tmp_path: Path) -> None:
     launched(TORCHRUN, tmp_path)
     for case in CASES:

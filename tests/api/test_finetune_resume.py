@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from ispasp.api.finetune import FinetuneResult, finetune
+from ispasp._finetune import FinetuneResult, finetune
 from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import digest
 from ispasp.train import AdamW, Recipe, Sgd, Teacher, checkpoint
@@ -120,10 +121,15 @@ def assert_equal(a: nn.Module, b: nn.Module) -> None:
         assert torch.equal(x, y), name
 
 
+@cache
+def uninterrupted(name: str) -> tuple[nn.Module, FinetuneResult]:
+    return trained(LOADERS[name](), None)
+
+
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("stop", [0, 3, 5, 11])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(name: str, stop: int, tmp_path: Path) -> None:
-    expected, whole = trained(LOADERS[name](), None)
+    expected, whole = uninterrupted(name)
     assert whole.steps == 12
     with pytest.raises(Stopped):
         trained(LOADERS[name](), tmp_path, stop)
@@ -163,44 +169,51 @@ KILLED: dict[str, Any] = {"accumulate": 2, "checkpoint_every": 1, "mixed_precisi
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_killed_and_interrupted_processes(tmp_path: Path) -> None:
-    """kill -9 in the first epoch, Ctrl-C in the third, both between two batches of a step; the rest is done here."""
+    """kill -9 in the first epoch, Ctrl-C in the third, both between two batches of a step; then the rest."""
     expected, whole = trained(LOADERS["augmented"](), None, **KILLED)
     assert whole.steps == 8
-    for stop, end in ((3, signal.SIGKILL), (11, signal.SIGINT)):
-        command = [sys.executable, __file__, str(tmp_path), str(stop)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
-            assert process.stdout is not None
-            assert process.stdout.readline() == "at work\n", process.communicate()[1]
-            process.send_signal(end)
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == -end, errors
+    command = [sys.executable, __file__, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n", process.communicate()[1]
+        process.kill()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL, errors
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_until(tmp_path, 11, lambda: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, handler)
     model, result = trained(LOADERS["augmented"](), tmp_path, **KILLED)
     assert result.resumed == 7
     assert result.losses == whole.losses
     assert_equal(model, expected)
 
 
-def wait(folder: Path, stop: int) -> None:
-    """Train, and in the (stop + 1)th batch say so and wait for the end."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with Ctrl-C ignored
-    torch.set_num_threads(1)  # as the tests run: sums over more threads round otherwise
+def train_until(folder: Path, stop: int, end: Callable[[], object]) -> None:
+    """Train, and call `end` in the (stop + 1)th batch."""
     calls = 0
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         nonlocal calls
         calls += 1
         if calls > stop:
-            print("at work", flush=True)
-            time.sleep(60)
+            end()
         return functional.cross_entropy(output, batch[1])
 
     arguments: dict[str, Any] = {"recipe": Sgd(lr=0.1), "checkpoint": folder, **KILLED}
     finetune(network(), LOADERS["augmented"](), loss=loss, **arguments)
 
 
+def wait() -> None:
+    print("at work", flush=True)
+    time.sleep(60)
+
+
 def test_the_same_model_and_loader_may_go_on(tmp_path: Path) -> None:
     """A notebook: the interrupted call has changed the model and drawn from the loader's generator."""
-    expected, _ = trained(LOADERS["own generator"](), None)
+    expected, _ = uninterrupted("own generator")
     model, loader = network(), LOADERS["own generator"]()
     arguments: dict[str, Any] = {"epochs": 2.4, "recipe": Sgd(lr=0.1), "checkpoint": tmp_path, "checkpoint_every": 5}
     for stop in (3, 9):
@@ -284,7 +297,7 @@ def test_tied_and_unsaved_tensors_are_restored(tmp_path: Path) -> None:
 
 
 def test_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = trained(LOADERS["own generator"](), None)
+    expected, _ = uninterrupted("own generator")
     real, writes = checkpoint.write_tensors, 0
 
     def dying(path: Path, tensors: Any, metadata: Any) -> None:
@@ -369,7 +382,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         trained(LOADERS["list"](), tmp_path)
     for about in ("{", "[]", '{"step": 2}'):
         losses = {"losses": torch.ones(1)}
-        metadata = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "about": about}
+        metadata = {"format": "ispasp-finetune", "version": checkpoint.VERSION, "about": about}
         metadata["sha256"] = digest(losses, about)
         save_file(losses, tmp_path / FILE, metadata)
         with pytest.raises(SaveError, match="is damaged: .*delete it to start anew"):
@@ -391,4 +404,5 @@ def test_an_optimizer_that_remembers_more_than_tensors_is_refused() -> None:
 
 
 if __name__ == "__main__":
-    wait(Path(sys.argv[1]), int(sys.argv[2]))
+    torch.set_num_threads(1)  # as the tests run: sums over more threads round otherwise
+    train_until(Path(sys.argv[1]), 3, wait)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.api import onnx as module
-from ispasp.api.onnx import export_onnx
+import ispasp._onnx as module
+from ispasp._onnx import export_onnx
 from ispasp.errors import ExportError, InputError, MissingExtraError
 from ispasp.surgery.verify import output_of
 
@@ -60,6 +60,7 @@ def test_pruned_cnn(runtime: Any, tmp_path: Path, capfd: pytest.CaptureFixture[s
     torch.testing.assert_close(found, output_of(model, many)[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_pruned_bert(runtime: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
     from ispasp.integrations.torchvision import import_torchvision

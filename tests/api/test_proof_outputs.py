@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ispasp
-import ispasp.api.run as module
+import ispasp._prune as module
 from ispasp.surgery.remove import Undo
 from ispasp.surgery.verify import compare
 from ispasp.types.plan import Plan
@@ -53,7 +53,7 @@ def rolled(model: nn.Module, plan: Plan, undo: Undo, *rest: Any) -> None:
     """Surgery whose last consumer reads other units than it should."""
     remove_(model, plan, undo, *rest)
     weight = model.d.weight.data
-    undo(lambda: setattr(model.d.weight, "data", weight))
+    undo.callback(lambda: setattr(model.d.weight, "data", weight))
     model.d.weight.data = weight.roll(1, 1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ispasp
-import ispasp.api.run as module
+import ispasp._prune as module
 from ispasp.surgery.remove import Undo
 from ispasp.types.plan import Plan
 
@@ -33,7 +33,7 @@ def swapped(model: nn.Module, plan: Plan, undo: Undo, *rest: Any) -> None:
     """Surgery that exchanges two of 256 units at the consumer: hardly more than rounding in bfloat16."""
     remove_(model, plan, undo, *rest)
     weight = model.b.weight.data
-    undo(lambda: setattr(model.b.weight, "data", weight))
+    undo.callback(lambda: setattr(model.b.weight, "data", weight))
     order = torch.arange(weight.shape[1])
     order[:2] = torch.tensor([1, 0])
     model.b.weight.data = weight[:, order]
@@ -107,14 +107,15 @@ def test_one_wrong_index_in_any_tensor_is_found(
     model, x = normed(dtype)
     monkeypatch.setattr(module, "remove_", one_wrong_index(name, axis))
     with pytest.raises(ispasp.errors.SurgeryError, match="does not equal masking"):
-        ispasp.prune(model, [x], 0.75, progress=False)
+        # units that are silent on the two examples of the proof can prove nothing: this method keeps loud ones
+        ispasp.prune(model, [x], 0.75, method="ispasp", progress=False)
 
 
 def test_half_precision_that_float64_cannot_check_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Normed().bfloat16().eval(), torch.randn(200, 16).bfloat16()
     assert "half precision" not in " ".join(ispasp.prune(model, [x], 0.75, progress=False).advice)
-    monkeypatch.setattr("ispasp.api.proof.precise_proof", lambda *_: None)
+    monkeypatch.setattr("ispasp._proof._precise", lambda *_: None)
     advice = ispasp.prune(model, [x], 0.75, progress=False).advice
     assert any("compared in half precision only" in text for text in advice)
 

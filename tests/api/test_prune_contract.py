@@ -229,10 +229,10 @@ def test_ctrl_c_while_a_batch_is_loaded(options: dict[str, Any]) -> None:
         assert_same(state(model), before)
 
 
-@pytest.mark.parametrize("step", ["remove_", "Proof", "recalibrate_"])
+@pytest.mark.parametrize("step", ["remove_", "expect", "compared", "recalibrate_"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_failure_in_any_step_is_taken_back(step: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ispasp.api.run as module
+    import ispasp._prune as module
 
     original = getattr(module, step)
 

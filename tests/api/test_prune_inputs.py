@@ -124,8 +124,14 @@ def test_a_batch_of_one_example_without_a_batch_axis() -> None:
     assert result.plan.kept == ispasp.prune(alive(mlp(6, 10, 3)), [X], hold_out=False, progress=False).plan.kept
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("compensate", "order"), [("dense", "sequential"), ("local", "oneshot"), (None, "sequential")])
+@pytest.mark.parametrize(
+    ("dtype", "compensate", "order"),
+    [
+        (torch.float16, "dense", "sequential"),
+        (torch.bfloat16, "local", "oneshot"),
+        (torch.bfloat16, None, "sequential"),
+    ],
+)
 def test_half_precision(dtype: torch.dtype, compensate: str | None, order: str) -> None:
     dense = alive(ResNet(small=True))
     batches = [torch.randn(8, 3, 9, 9, dtype=torch.float64) for _ in range(2)]
@@ -164,8 +170,8 @@ def test_images_without_a_batch_axis(axes: int, compensate: str | None) -> None:
 
 
 def test_calibration_does_not_write_into_a_batch() -> None:
-    from ispasp.calibrate.circuit import Circuit, Edits, named_tensors
-    from ispasp.calibrate.passage import Passage
+    from ispasp.engine.graphs import TracedGraph, named_tensors
+    from ispasp.engine.runner import Edits, Runner
     from ispasp.graph.trace import trace
 
     class InPlace(nn.Linear):
@@ -173,7 +179,7 @@ def test_calibration_does_not_write_into_a_batch() -> None:
             return super().forward(x[:, :6].mul_(2.0))
 
     model, x = InPlace(6, 2).double(), X.clone()
-    found = Passage(Circuit(trace(model, x), {}), x, named_tensors(model), Edits()).advance()
+    found = Runner(TracedGraph(trace(model, x), {}), x, named_tensors(model), Edits()).advance()
     assert torch.equal(x, X)
     torch.testing.assert_close(found[0], model(x.clone()))
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
+from ispasp._keep import widths
 from ispasp.integrations.torchvision import import_torchvision
-from ispasp.types.dimension import Cost
+from ispasp.types.dimension import Cost, HiddenDimension
 from support.nets import Encoder, ResNet, alive, mlp
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -25,6 +26,11 @@ def kept(keep: Any, **options: Any) -> dict[str, int]:
     for layer in result.layers:
         assert result.model.get_submodule(layer.name).out_channels == layer.kept
     return {layer.name: layer.kept for layer in result.layers}
+
+
+@pytest.fixture(scope="module")
+def dimensions() -> tuple[HiddenDimension, ...]:
+    return ispasp.survey(alive(ResNet()), IMAGES).dimensions
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,22 @@ def kept(keep: Any, **options: Any) -> dict[str, int]:
         ({"conv1": [4, 0, 5]}, {}, {"conv1": 3}),
     ],
 )  # fmt: skip
-def test_widths(keep: Any, options: dict[str, Any], expected: dict[str, int]) -> None:
+def test_widths(
+    keep: Any, options: dict[str, Any], expected: dict[str, int], dimensions: tuple[HiddenDimension, ...]
+) -> None:
+    assert widths(dimensions, keep, **options).counts == expected
+
+
+@pytest.mark.parametrize(
+    ("keep", "options", "expected"),
+    [
+        (numpy.float32(0.5), {"round_to": 4, "skip": ["conv1", "*.1.*"]}, {"layer1.0.conv1": 4, "layer2.0.conv1": 4}),
+        ({"*.0.*": 2, "*.1.*": 0.9, "conv1": [4, 0, 5]}, {}, {"layer1.1.conv1": 8, "conv1": 3}
+         | dict.fromkeys(("layer1.0.conv1", "layer2.0.conv1"), 2)),
+        (1.0, {}, {}),
+    ],
+)  # fmt: skip
+def test_prune_takes_these_widths(keep: Any, options: dict[str, Any], expected: dict[str, int]) -> None:
     assert kept(keep, **options) == expected
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ispasp
-import ispasp.api.run as module
+import ispasp._prune as module
 from ispasp.surgery.remove import Undo
 from ispasp.types.plan import Plan
 from support.naive import Written
@@ -35,7 +35,7 @@ def one_tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., N
         remove_(model, plan, undo, *rest)
         tensor = model.get_submodule(name.rpartition(".")[0]).state_dict(keep_vars=True)[name.rpartition(".")[2]]
         data = tensor.data
-        undo(lambda: setattr(tensor, "data", data))
+        undo.callback(lambda: setattr(tensor, "data", data))
         tensor.data = change(data)
 
     return damaged

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import ispasp
-from ispasp.api import sequential
+from ispasp.compensate import refit
 from ispasp.select import ThiNet
 
 
@@ -79,7 +79,7 @@ def test_running_out_of_memory_after_the_scale_does_not_scale_twice(monkeypatch:
     options: dict[str, Any] = {"keep": 0.5, "method": "thinet", "compensate": None, "progress": False}
     expected = ispasp.prune(model, [x], **options).model.state_dict()
     left = [1]
-    squared = sequential._squared
+    squared = refit._squared
 
     def full(values: Tensor) -> float:
         if len(seen) == 2 and left:  # what is lost before, then what is lost with the scale
@@ -89,7 +89,7 @@ def test_running_out_of_memory_after_the_scale_does_not_scale_twice(monkeypatch:
         return squared(values)
 
     seen: list[Tensor] = []
-    monkeypatch.setattr(sequential, "_squared", full)
+    monkeypatch.setattr(refit, "_squared", full)
     found = ispasp.prune(model, [x], **options).model.state_dict()
     assert not left
     for key, value in expected.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.report.html import html, roots
+from ispasp.report.html import html
 from support.nets import ResNet, alive, mlp
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_json_where_an_error_cannot_be_told() -> None:
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     dense = alive(ResNet())
-    text = str(ispasp.prune(dense, [IMAGES], progress=False))
+    text = str(ispasp.prune(dense, [IMAGES], method="ispasp", progress=False))
     order = [
         "ResNet, pruned: method ispasp, keep=0.5, sequential, compensate=dense",
         "  parameters  3,",
@@ -96,7 +96,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "proof" in text
     assert "iterations" not in text  # at half the units i-SpaSP is Top-K
     assert max(map(len, text.splitlines())) <= 120
-    plain = str(ispasp.prune(dense, [IMAGES], 0.2, compensate=None, progress=False))
+    plain = str(ispasp.prune(dense, [IMAGES], 0.2, method="ispasp", compensate=None, progress=False))
     assert "uncompensated" not in plain
     assert "held out" not in plain
 
@@ -144,7 +144,7 @@ def test_notebooks_reports_and_figures(tmp_path: Any) -> None:
         assert text.startswith("<div><b>")
         assert text.count("<tr>") >= 3  # a head and two hidden dimensions
     path = result.report(tmp_path / "report.html")
-    assert path.read_text() == html(json.loads(result.to_json()), roots(result.curves))
+    assert path.read_text() == html(json.loads(result.to_json()), result.curves)
     with pytest.raises(ispasp.errors.SaveError, match="cannot write the report"):
         result.report(tmp_path / "missing" / "report.html")
     assert len(result.plot().axes) == 2

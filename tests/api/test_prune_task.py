@@ -94,9 +94,15 @@ def test_a_method_without_scores_cannot_be_ranked_globally() -> None:
         ispasp.prune(net(), data(), 0.5, method="obs", order="global", **OPTIONS)
 
 
-def test_a_loss_is_asked_for() -> None:
-    with pytest.raises(ispasp.errors.InputError, match="needs a loss"):
-        ispasp.prune(net(), data(), 0.5, method="taylor", **OPTIONS)
+def test_without_a_loss_labels_are_drawn_from_the_model() -> None:
+    """The Fisher information of its own predictions: the same choice every time, and not a random one."""
+    first, second = (ispasp.prune(net(), data(), 0.5, method="taylor", **OPTIONS) for _ in range(2))
+    assert first.plan.kept == second.plan.kept
+    model = net()
+    with torch.no_grad():
+        model[2].weight[:, :6] = 0.0  # the first six units reach nothing
+    kept = ispasp.prune(model, data(), 0.5, method="taylor", **OPTIONS).plan.kept["0"]
+    assert min(kept) >= 6
 
 
 def test_training_between_layers_sees_each_layer_pruned_and_saves(tmp_path) -> None:  # type: ignore[no-untyped-def]

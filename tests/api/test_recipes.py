@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ispasp
-from ispasp.api.recipes import Recipe, recipes
+from ispasp._keep import Recipe, recipes
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp_lab.benchmarks import recipes as experiment
 

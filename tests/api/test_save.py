@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 import ispasp
-from ispasp.api import save as module
-from ispasp.api.load import load
-from ispasp.api.save import save
+import ispasp._store as module
+from ispasp._store import load, save
 from ispasp.errors import InputError, IspaspError, MissingExtraError, PlanError, SaveError
 from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.verify import output_of

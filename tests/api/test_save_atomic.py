@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.api.load import load, saved_plan
-from ispasp.api.save import save
+from ispasp._store import load, save, saved_plan
 from ispasp.errors import SaveError
 from ispasp.files.reading import digest
 from ispasp.types.plan import Plan

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import ispasp
-from ispasp.api.history import plans_of
-from ispasp.types.plan import Attribute, Plan, Structure, TensorLayout
+from ispasp.surgery.remove import plans_of
+from ispasp.types.dimension import Attribute, Structure, TensorLayout, full_length, kept_length, kept_mask
+from ispasp.types.plan import Plan
 from support.masking import distance, output
 from support.networks import Network, again, networks
 from test_fuzz import EXAMPLES, fuzz, random_plan, surveyed
@@ -200,15 +201,15 @@ def test_positions_compose(dense: Any, first: Any, pruned: Any, second: Any, exp
     made = []
     for rows, kept in ((dense, first), (pruned, second)):
         extent = tuple(map(tuple, rows))
-        length = ispasp.types.layout.full_length(extent)
+        length = full_length(extent)
         units = {name: size for row in extent for name, size in row if name}
         made.append(Plan({name: tuple(units) for name, units in kept.items()}, structure(units, extent, length)))
     whole = Plan.from_json(made[0].then(made[1]).to_json())
     layout = whole.structure.tensors["w"]
-    mask = ispasp.types.layout.kept_mask(layout.axes[0], whole.kept)
+    mask = kept_mask(layout.axes[0], whole.kept)
     assert mask.nonzero().flatten().tolist() == expected
     (number,) = whole.structure.attributes
-    assert ispasp.types.layout.kept_length(number.extent, whole.kept) == len(expected)
+    assert kept_length(number.extent, whole.kept) == len(expected)
 
 
 def test_plans_that_do_not_follow_each_other() -> None:

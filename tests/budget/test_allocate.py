@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 import ispasp
 from ispasp.budget import Budget, Curve, Macs, Params, allocate
-from ispasp.budget.descend import descend
-from ispasp.budget.exchange import exchange
-from ispasp.budget.fill import fill
-from ispasp.budget.problem import Problem, choices
+from ispasp.budget.allocate import Problem, choices, descend, exchange, fill
 from ispasp.errors import InputError
 
 Widths = Mapping[str, int]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ispasp.budget import Curve, error_curve
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.select import ISpaSP, Random, Selector, TopK
-from ispasp.select.energy import total_energy
+from ispasp.select.evidence import total_energy
 from ispasp.types import ConvConsumer, LinearConsumer, Selection, Statistics, Step
 from support.problems import Problem, problems
 
@@ -105,8 +105,8 @@ def test_between_points_the_error_is_linear() -> None:
         ((1, 2), (0.0,), "2 widths and 1 errors"),
         ((2, 1), (0.1, 0.0), "ascending"),
         ((1, 1), (0.1, 0.0), "ascending"),
-        ((0, 1), (0.1, 0.0), "whole numbers >= 1"),
-        ((0.5, 1), (0.1, 0.0), "whole numbers >= 1"),
+        ((-1, 1), (0.1, 0.0), "whole numbers >= 0"),
+        ((0.5, 1), (0.1, 0.0), "whole numbers >= 0"),
         ((1, 2), (float("nan"), 0.0), "finite numbers"),
         ((1, 2), (-0.1, 0.0), "finite numbers"),
         ((1, 2), (0.2, 0.1), "end with 0.0"),
@@ -128,3 +128,16 @@ def test_bad_input_is_refused_with_a_remedy() -> None:
         error_curve(ISpaSP(), without, energy=torch.tensor([[1.0, 0.0], [0.0, torch.nan]]))
     with pytest.raises(InputError, match="points=1"):
         error_curve(ISpaSP(), without, 1, energy=torch.eye(2))
+
+
+def test_compensated_errors_are_those_of_units_rescaled_by_least_squares() -> None:
+    g = torch.Generator().manual_seed(5)
+    W, H = (torch.randn(n, 6, generator=g, dtype=torch.float64) for n in (3, 40))
+    statistics = Statistics(6, (measure(LinearConsumer(W), H, ["magnitude", "gram"]),))
+    curve = error_curve(TopK(), statistics, compensated=True)
+    parts = (H[:, None, :] * W).reshape(-1, 6)  # what each unit adds to the outputs
+    for width, error in zip(curve.kept, curve.error, strict=True):
+        kept = parts[:, list(TopK().select(statistics, width).kept)]
+        whole = parts.sum(1, keepdim=True)
+        left = whole - kept @ torch.linalg.lstsq(kept, whole).solution
+        assert error == pytest.approx(float(left.square().sum() / whole.square().sum()), rel=1e-4, abs=1e-5)

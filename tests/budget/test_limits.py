@@ -44,7 +44,7 @@ def test_limit_is_a_fraction_of_the_dense_count_or_the_count(budget: Budget, lim
         (float("nan"), "is not a fraction"),
         (float("inf"), "is not a fraction"),
         (2.5e9, r"pass (Macs|Params)\(2500000000\) for a count"),
-        (0, "leaves nothing of the network: pass an int >= 1"),
+        (0, r"leaves nothing of the network: pass a float .* or an int >= 1"),
         (-3, "leaves nothing"),
         (True, "is given a bool"),
         ("half", "is given a str"),
@@ -54,6 +54,12 @@ def test_limit_is_a_fraction_of_the_dense_count_or_the_count(budget: Budget, lim
 def test_bad_amounts_are_refused_with_a_remedy(kind: type[Budget], amount: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         kind(amount)  # type: ignore[arg-type]
+
+
+def test_a_limit_that_the_narrowest_network_just_meets_is_within_reach() -> None:
+    Macs(600).check(COST, least=600)
+    with pytest.raises(InputError, match=r"Macs\(600\) is out of reach: .* has 601 of 50,000; pass a larger count"):
+        Macs(600).check(COST, least=601)
 
 
 def test_counts_are_those_of_the_survey() -> None:

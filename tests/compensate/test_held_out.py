@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.compensate.solve import RIDGE, held_out, solve
-from ispasp.compensate.sums import Halves, sums_of
+from ispasp.compensate.solve import RIDGE, Halves, held_out, solve, sums_of
 from support.nets import alive
 
 

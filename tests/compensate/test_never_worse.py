@@ -15,8 +15,9 @@ from support.naive import Written
 from support.networks import Network, networks
 from support.written import NETWORKS
 
+EXAMPLES = int(os.environ.get("ISPASP_EXAMPLES", "4"))
 fuzz = settings(
-    max_examples=int(os.environ.get("ISPASP_EXAMPLES", "8")),
+    max_examples=EXAMPLES,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -46,6 +47,17 @@ def check(result: ispasp.Result) -> None:
 @given(networks(), OPTIONS)
 @fuzz
 def test_random_networks(network: Network, options: dict[str, object]) -> None:
+    check_random(network, options)
+
+
+@pytest.mark.long
+@given(networks(), OPTIONS)
+@settings(fuzz, max_examples=5 * EXAMPLES)
+def test_many_random_networks(network: Network, options: dict[str, object]) -> None:
+    check_random(network, options)
+
+
+def check_random(network: Network, options: dict[str, object]) -> None:
     dense = copy.deepcopy(network.model)
     try:
         result = ispasp.prune(network.model, [network.batch], progress=False, **options)
@@ -60,10 +72,13 @@ def test_random_networks(network: Network, options: dict[str, object]) -> None:
     assert all(torch.equal(a, b) for a, b in same)
 
 
+WAYS = [(compensate, order) for compensate in ("local", "dense") for order in ("sequential", "oneshot")]
+
+
 @pytest.mark.parametrize(
-    ("compensate", "order"), [(c, o) for c in ("local", "dense") for o in ("sequential", "oneshot")]
+    ("name", "compensate", "order"),
+    [*(("resnet", *way) for way in WAYS), ("streams of an mlp", *WAYS[2]), ("densenet", *WAYS[2])],
 )
-@pytest.mark.parametrize("name", ["resnet", "streams of an mlp", "densenet"])
 def test_every_way_to_compensate_helps(name: str, compensate: str, order: str) -> None:
     net: Written = NETWORKS[name]
     options = {"keep": 0.6, "progress": False, "order": order, "ridge": 1e-4, **net.options}
@@ -100,7 +115,7 @@ def _lost(dense: torch.nn.Sequential, pruned: torch.nn.Sequential, x: torch.Tens
 @pytest.mark.parametrize("norm", [False, True])
 def test_what_rounding_takes_back_is_seen(dtype: torch.dtype, norm: bool) -> None:
     """Faint units go: the fit changes weights by less than half precision can say."""
-    for seed in range(4):
+    for seed in range(2):
         g = torch.Generator().manual_seed(seed)
         last = [torch.nn.BatchNorm1d(4)] if norm else []
         layers = [torch.nn.Linear(8, 16), torch.nn.Identity(), torch.nn.Linear(16, 4, bias=not norm), *last]

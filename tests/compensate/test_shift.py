@@ -106,7 +106,7 @@ def test_a_new_bias_is_like_its_weight() -> None:
 def test_a_new_bias_goes_again_when_pruning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = alive(mlp(6, 10, 3, bias=False))
     before = {key: value.clone() for key, value in dense.state_dict().items()}
-    monkeypatch.setattr("ispasp.api.proof.compare", lambda *_: Comparison(1.0, 1))
+    monkeypatch.setattr("ispasp._proof.compare", lambda *_: Comparison(1.0, 1))
     with pytest.raises(ispasp.errors.SurgeryError):
         ispasp.prune_(dense, data(6), progress=False)
     assert dense[2].bias is None

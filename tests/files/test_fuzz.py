@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.files_fuzz import KINDS, one_case
 
-_CASES = int(os.environ.get("ISPASP_FILE_CASES", "150"))
+_CASES = int(os.environ.get("ISPASP_FILE_CASES", "60"))
 
 
 @settings(max_examples=_CASES)

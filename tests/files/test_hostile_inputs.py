@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.cli.failures import one_line
-from ispasp.cli.sources import Loaded, Wanted, load_data
-from ispasp.cli.sources.saved import load_saved
-from ispasp.cli.sources.weights import fill
+from ispasp.cli.app import one_line
+from ispasp.cli.data import load_data
+from ispasp.cli.loaded import Loaded
+from ispasp.cli.models import load_saved
+from ispasp.cli.options import Wanted
+from ispasp.cli.weights import fill
 from ispasp.errors import InputError, IspaspError, SaveError
 from ispasp.report import Column, render
 from ispasp.report.html import html
@@ -116,7 +118,7 @@ def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
 )
 def test_state_dicts_of_other_things(state: Any, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "w.pt")
-    refused(lambda: fill(nn.Linear(2, 2), tmp_path / "w.pt"), InputError, "is no plain tensor")
+    refused(lambda: fill(nn.Linear(2, 2), tmp_path / "w.pt"), InputError, "is not a plain tensor")
 
 
 def test_archives_that_unpack_to_gigabytes(tmp_path: Path) -> None:
@@ -204,4 +206,4 @@ def test_archives_with_members_that_are_no_arrays(tmp_path: Path) -> None:
     np.savez(path, x=np.zeros((4, 3), "float32"))
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("y", b"0123")
-    refused(lambda: load_data(str(path), Loaded(nn.Identity(), ""), Wanted()), InputError, "no array")
+    refused(lambda: load_data(str(path), Loaded(nn.Identity(), ""), Wanted()), InputError, "not an array")

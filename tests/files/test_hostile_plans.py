@@ -53,7 +53,10 @@ CHANGES: dict[str, tuple[Callable[[Data], object], str]] = {
     "units as fractions": (lambda d: d["dimensions"]["fc1"].update(kept=[0.0]), "holds 0.0"),
     "huge products": (layout("deep.bias", [8], {"0": [[[None, 2**62], [None, 2**62], ["fc1", 8]]]}), "fit its shape"),
     "huge mask": (layout("deep.bias", [2**43], {"0": [[["fc1", 8], [None, 2**40]]]}), "the plan expects"),
-    "many factors": (layout("deep.bias", [8], {"0": [[["fc1", 8], *[[None, 1]] * 10**5]]}), "multiplies 100001"),
+    "many factors": (
+        layout("deep.bias", [8], {"0": [[["fc1", 8], *[[None, 1]] * 10**5]]}),
+        "multiplies 100001 factors",
+    ),
     "an axis beyond": (layout("deep.bias", [8], {"7": UNITS}), "does not fit its shape"),
     "an axis below": (layout("deep.bias", [8], {"-1": UNITS}), "does not fit its shape"),
     "an axis by another name": (layout("deep.bias", [8], {"00": UNITS}), "does not fit its shape"),
@@ -61,7 +64,7 @@ CHANGES: dict[str, tuple[Callable[[Data], object], str]] = {
     "a fraction of an axis": (lambda d: d["weight_norms"].append(["a", "b", 1.5]), "holds 1.5"),
     "weight norm of no axis": (lambda d: d["weight_norms"].append(["fc1.weight", "norm.weight", 9]), "does not fit"),
     "an escape": (layout(ESCAPE, [8], {"0": UNITS}), r"'\\x1b\[2J'"),
-    "an escape in a list": (lambda d: d["dimensions"].update({ESCAPE: {"units": 8, "kept": []}}), "x1b"),
+    "an escape in a list": (lambda d: d["dimensions"].update({ESCAPE: {"units": 8, "kept": [9]}}), "x1b"),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ispasp
-from ispasp.graph.interrupts import uninterrupted
+from ispasp.graph.state import uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_ctrl_c_inside_the_export_leaves_no_fake_tensors(monkeypatch: pytest.Mon
 
 
 def test_ctrl_c_while_the_result_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ispasp.api.run.Layer", lambda *_: ctrl_c())
+    monkeypatch.setattr("ispasp.result.Layer", lambda *_: ctrl_c())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with pytest.raises(KeyboardInterrupt):
         ispasp.prune_(model, [torch.rand(16, 4)], progress=False)

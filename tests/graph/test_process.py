@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.graph.process import one_at_a_time, quiet, settings_kept
+from ispasp.graph.state import one_at_a_time, quiet, settings_kept
 from ispasp.graph.trace import trace
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -143,7 +143,7 @@ def test_quiet_is_for_one_thread(recwarn: pytest.WarningsRecorder, caplog: pytes
 
 
 def test_a_forked_child_does_not_wait_for_threads_it_does_not_have() -> None:
-    from ispasp.graph import process as module
+    from ispasp.graph import state as module
 
     entered, leave = threading.Event(), threading.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,14 @@ def _fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@cache
+def expected() -> ispasp.Result:
+    return ispasp.prune(net(), [X], progress=False)
+
+
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
 def test_prune_returns_the_plain_model(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    want = ispasp.prune(net(), [X], progress=False)
+    want = expected()
     wrapped = wrap(net())
     names = list(dict(wrapped.named_parameters()))
     found = ispasp.prune(wrapped, [X], progress=False)
@@ -83,7 +89,7 @@ def test_prune_returns_the_plain_model(wrap: Callable[[nn.Module], nn.Module]) -
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
 def test_prune_in_place_changes_what_the_wrapper_runs(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    want = ispasp.prune(net(), [X], progress=False)
+    want = expected()
     wrapped = wrap(net())
     before = wrapped(X)  # code is compiled for the dense sizes
     result = ispasp.prune_(wrapped, [X], progress=False)

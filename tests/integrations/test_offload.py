@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ class Net(nn.Module):
         return self.down(self.up(x).relu() * self.again(x * self.gain).relu())
 
 
-@pytest.fixture
-def net() -> Net:
+def network() -> Net:
     torch.manual_seed(0)
     net = Net().eval()
     net.norm.running_mean.normal_()
@@ -51,9 +51,27 @@ def net() -> Net:
     return net
 
 
+X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def pruned(*keeps: float) -> tuple[nn.Module, list[ispasp.Plan]]:
+    """The plain network pruned several times, and the plans."""
+    net, plans = network(), []
+    for keep in keeps:
+        plans.append(ispasp.survey(net, X).plan(keep))
+        ispasp.apply_(net, plans[-1], X)
+    return net, plans
+
+
+@pytest.fixture
+def net() -> Net:
+    return network()
+
+
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    return X
 
 
 PRELOAD = ["MultiheadAttention"]  # reads the weights of its child without calling it
@@ -100,9 +118,9 @@ def on_meta(model: nn.Module) -> set[str]:
     return {name for name, tensor in tensors if tensor.is_meta}
 
 
-def prune_(model: nn.Module, x: Tensor, keep: float = 0.5) -> nn.Module:
-    found = ispasp.survey(model, x)
-    return ispasp.apply_(model, found.plan(keep), x)
+def prune_(model: nn.Module) -> None:
+    (plan,) = pruned(0.5)[1]
+    ispasp.apply_(model, plan)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -111,8 +129,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_pruned_model_is_offloaded_again(net: Net, x: Tensor, tmp_path: Path, way: str) -> None:
-    plain = copy.deepcopy(net)
-    dense = plain(x)
+    plain, _ = pruned(0.5)
+    dense = net(x)
     model = WAYS[way](net, tmp_path)
     before, files, hooks = on_meta(model), contents(tmp_path), hooks_of(model)
     assert bool(before) == (way != "map to one device")
@@ -124,8 +142,7 @@ def test_a_pruned_model_is_offloaded_again(net: Net, x: Tensor, tmp_path: Path, 
         assert torch.equal(model(x), dense)
         if "disk" not in way or way == "map to cpu and disk":
             assert model.up.weight is model.again.weight  # tied, as before
-        prune_(model, x)
-    prune_(plain, x)
+        prune_(model)
     assert plain.conv1.out_channels == model.conv1.out_channels == 4
     assert plain.attention.num_heads == model.attention.num_heads == 2
     for _ in range(2):  # a forward loads and drops the weights
@@ -156,13 +173,13 @@ def test_an_exception_leaves_a_working_model(net: Net, x: Tensor, tmp_path: Path
 
 @pytest.mark.parametrize("way", ["cpu", "disk", "map to memory and disk"])
 def test_pruning_twice_and_a_copy(net: Net, x: Tensor, tmp_path: Path, way: str) -> None:
-    plain, dense = copy.deepcopy(net), net(x)
+    dense = net(x)
     first = WAYS[way](net, tmp_path)
     model = copy.deepcopy(first)
-    for keep in (0.75, 0.5):
+    for keeps in ((0.75,), (0.75, 0.5)):
+        plain, plans = pruned(*keeps)
         with materialised(model):
-            prune_(model, x, keep)
-        prune_(plain, x, keep)
+            ispasp.apply_(model, plans[-1])
         assert_close(model(x), plain(x))
     assert torch.equal(first(x), dense)
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
@@ -184,7 +201,7 @@ def test_what_does_not_change_is_not_written(net: Net, x: Tensor, tmp_path: Path
 def test_dense_weights_in_memory_are_let_go(net: Net, x: Tensor, tmp_path: Path) -> None:
     model = WAYS["map to memory and disk"](net, tmp_path)
     with materialised(model):
-        prune_(model, x)
+        prune_(model)
     hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
     maps = [hook.weights_map for hook in hooks if hook.offload]
     assert maps
@@ -208,14 +225,15 @@ def test_a_model_that_borrows_a_checkpoint_keeps_changes_in_memory(net: Net, x: 
     from safetensors.torch import save_file
 
     net.again = nn.Linear(12, 16, bias=False)  # safetensors holds no tied weights
-    plain, file = copy.deepcopy(net), tmp_path / "checkpoint.safetensors"
+    plan = ispasp.survey(net, x).plan(0.5)
+    plain, file = ispasp.apply_(copy.deepcopy(net), plan), tmp_path / "checkpoint.safetensors"
     save_file(net.state_dict(), file)
     index = {name: {"safetensors_file": str(file), "weight_name": name} for name in net.state_dict()}
     model: nn.Module = dispatch_model(net, {"": "disk"}, offload_index=index, preload_module_classes=PRELOAD)
     saved = file.read_bytes()
     with materialised(model):
-        prune_(model, x)
-    assert_close(model(x), prune_(plain, x)(x))
+        ispasp.apply_(model, plan, x)
+    assert_close(model(x), plain(x))
     assert on_meta(model)
     assert file.read_bytes() == saved
     assert list(tmp_path.iterdir()) == [file]
@@ -286,11 +304,10 @@ def test_a_full_disk_leaves_a_plain_model(net: Net, x: Tensor, tmp_path: Path, m
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    plain = copy.deepcopy(net)
     model = WAYS["disk"](net, tmp_path)
     monkeypatch.setattr("accelerate.utils.offload_state_dict", full)
     with pytest.raises(SaveError, match="no space left.*plain one in host memory"), materialised(model):
-        prune_(model, x)
+        prune_(model)
     assert not on_meta(model)
-    assert_close(model(x), prune_(plain, x)(x))
+    assert_close(model(x), pruned(0.5)[0](x))
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

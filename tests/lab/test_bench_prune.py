@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ispasp.errors import InputError
-from ispasp.types.keep import units_to_keep
+from ispasp.types.dimension import units_to_keep
 from ispasp_lab.benchmarks import job, paper, prune, timing
 
 requires_vision = pytest.mark.skipif(

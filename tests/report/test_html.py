@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ispasp
-from ispasp.report.html import html, roots
-from ispasp.report.html_svg import bar, ceiling, curve, dumbbell, skyline
+from ispasp.report.html import html
+from ispasp.report.svg import curve, dumbbell, skyline
 
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 NASTY = "<b>&\"'</script><script>alert(1)</script>"
@@ -196,7 +196,7 @@ def test_real_results_are_drawn() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 2))
     done = ispasp.prune(net, [torch.rand(32, 6)], keep=0.25, curves=True, progress=False)
-    text = html(json.loads(done.to_json()), roots(done.curves))
+    text = html(json.loads(done.to_json()), done.curves)
     assert Page(text).open == []
     assert text.count('class="here"') == 2  # the chosen width in each curve
     for layer in done.layers:
@@ -205,17 +205,24 @@ def test_real_results_are_drawn() -> None:
 
 
 @given(st.integers(1, 5000), st.data())
-def test_a_bar_is_filled_as_far_as_units_stay(units: int, data: st.DataObject) -> None:
+def test_bars_and_columns_are_filled_as_far_as_units_stay(units: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, units))
-    track, filled = (float(w) for w in re.findall(r'<rect[^>]*? width="([\d.]+)"', bar(kept, units)))
-    assert filled == pytest.approx(max(2.0, track * kept / units), abs=0.1)
+    layer = {**result()["layers"][0], "units": units, "kept": kept}
+    page = html(result(layers=[layer]))
+    row = page[page.index("<tbody>") :]
+    assert float(re.findall(r'<i style="width:([\d.]+)%"', row)[0]) == pytest.approx(100 * kept / units, abs=0.1)
+    whole, filled = (
+        float(h) for h in re.findall(r'<rect class="(?:track|kept)" x[^>]*? height="([\d.]+)"', skyline([layer]))
+    )
+    assert filled == pytest.approx(whole * kept / units, abs=0.1)
 
 
-@given(st.floats(1e-6, 1e9))
-def test_an_axis_ends_a_little_above_the_largest_value(value: float) -> None:
-    top = ceiling(value)
-    assert value <= top * (1 + 1e-6)
-    assert top <= 2 * value * (1 + 1e-6)
+def test_the_axis_of_widths_ends_at_the_widest_layer() -> None:
+    drawing = skyline([{"name": "a", "units": 384, "kept": 1}, {"name": "b", "units": 96, "kept": 2}])
+    assert re.findall(r'text-anchor="end">([\d,]+)<', drawing) == ["192", "384"]
+    lines = [float(y) for y in re.findall(r'class="grid"[^>]* y1="([\d.]+)"', drawing)]
+    columns = [float(y) for y in re.findall(r'class="track"[^>]* y="([\d.]+)"', drawing)]
+    assert min(lines) == min(columns)
 
 
 @given(st.lists(st.floats(0, 2), min_size=2, max_size=20), st.data())
@@ -238,7 +245,11 @@ def test_a_dumbbell_and_a_skyline_keep_the_order_of_their_numbers() -> None:
     heights = [float(h) for h in re.findall(r'class="kept"[^>]*? height="([\d.]+)"', many)]
     assert len(heights) == 200
     assert heights[3] < heights[30] < heights[60]
-    assert roots({"fc": ((1, 2), (0.25, -1e-12))}) == {"fc": ((1, 2), [0.5, 0.0])}
+
+
+def test_curves_show_the_roots_of_squared_errors() -> None:
+    layers = [{**result()["layers"][0], "kept": 1}]
+    assert ">1: 50%<" in html(result(layers=layers), {"fc1": ((1, 8), (0.25, -1e-12))})
 
 
 def test_settings_are_written_as_people_read_them() -> None:

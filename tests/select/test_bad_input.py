@@ -8,11 +8,11 @@ import torch
 
 import ispasp
 from ispasp import IspaspError
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.select import Evidence, ISpaSP, Random, ThiNet, TopK, energy, i_spasp, select_units
 from ispasp.types import ConvConsumer, Gram, LinearConsumer, Magnitude, Moment, Reading, Statistics
-from ispasp.types.geometry import Geometry
+from ispasp.types.consumer import Geometry
 
 W, H = torch.eye(4), torch.rand(3, 4)
 A = LinearConsumer(W)
@@ -57,10 +57,10 @@ CASES = {
     "no data": (lambda: select_units(W, H[:0], keep=1), r"\(0, 4\) hold no data"),
     "a moment without examples": (lambda: i_spasp(statistics(torch.ones(4), 0), 1), "no data.*one example"),
     "no statistics": (lambda: i_spasp([], 1), "no statistics"),
-    "no moment": (lambda: i_spasp(Statistics(4, (Reading(A),)), 1), "no first moments: take them"),
+    "no moment": (lambda: i_spasp(Statistics(4, (Reading(A),)), 1), "no moment: take it"),
     "no magnitude": (
         lambda: ispasp.select.TopK().select(Statistics(4, (Reading(A),)), 1),
-        "no magnitudes: take them",
+        "no magnitude: take it",
     ),
     "no consumer": (lambda: Statistics(4, ()), "at least one consumer"),
     "activations of another width": (
@@ -207,7 +207,7 @@ CASES = {
     ),
     "a number of mini-batches": (lambda: ISpaSP(minibatches=3), "minibatches=3: pass True .* or False"),
     "a scale that is a factor": (lambda: ThiNet(rescale=2.0), "rescale=2.0: pass True .* or False"),
-    "unknown rank": (lambda: ISpaSP(rank="best"), "rank='best': choose"),
+    "unknown rank": (lambda: ISpaSP(rank="best"), "rank='best': pass 'value'"),
     "unknown method": (lambda: select_units(W, H, keep=1, method="magic"), "'magic': choose from ispasp"),
     "unknown statistic": (lambda: measure(A, H, ["median"]), r"\['median'\]: choose from"),
 }

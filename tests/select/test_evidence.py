@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.select import Evidence, energy, i_spasp, select_units
 from ispasp.types import ConvConsumer, LinearConsumer, Statistics
-from ispasp.types.geometry import Geometry
-from ispasp.types.patches import patches
+from ispasp.types.consumer import Geometry, patches
 from support.problems import Problem, problems
 
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.select import ISpaSP, TopK, i_spasp, select_units
-from ispasp.select.coupling import activation, couplings
-from ispasp.select.ordering import descending
+from ispasp.select.evidence import descending
+from ispasp.select.ispasp import activation, couplings
 from ispasp.types import ConvConsumer, LinearConsumer, Selection, Statistics
-from ispasp.types.geometry import Geometry
+from ispasp.types.consumer import Geometry
 from ispasp_lab import reference
 from support.problems import Problem, problems
 

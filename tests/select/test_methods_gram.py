@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
-from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, ThiNet, select_units
-from ispasp.select.energy import columns
-from ispasp.select.obs import _Regression
+from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, SubspacePursuit, ThiNet, select_units
+from ispasp.select.evidence import columns
+from ispasp.select.obs import Fit, _Removals, laid_out
 from ispasp.types import ConvConsumer, Gram, LinearConsumer, Reading, Statistics
-from ispasp.types.geometry import Geometry
-from ispasp.types.patches import patches
+from ispasp.types.consumer import Geometry, patches
 from support.problems import Problem, problems
 
 FEW = settings(max_examples=max(1, settings.default.max_examples // 2))
-ON_GRAMS = (GFSLocal, ThiNet, Lasso, CoSaMP, OBS)
+ON_GRAMS = (GFSLocal, ThiNet, Lasso, CoSaMP, OBS, SubspacePursuit)
+REFITTING = (OBS, SubspacePursuit)
 
 
 def chain(method: Selector, problem: Problem, H: Tensor) -> list[tuple[int, ...]]:
@@ -93,13 +96,13 @@ def test_each_step_of_obs_is_the_best_removal_with_refit(problem: Problem, batch
 def test_obs_scores_and_updates_are_those_of_least_squares(
     monkeypatch: pytest.MonkeyPatch, taps: int, pending: int
 ) -> None:
-    monkeypatch.setattr("ispasp.select.obs._PENDING", pending)
+    monkeypatch.setattr(sys.modules[_Removals.__module__], "_PENDING", pending)
     g = torch.Generator().manual_seed(0)
     n, ridge = 8, 1e-3
     X = torch.randn(n * taps, 40, generator=g, dtype=torch.float64)
     W = torch.randn(5, n * taps, generator=g, dtype=torch.float64)
     unit_of = torch.arange(n).repeat_interleave(taps)
-    found = _Regression(W, X @ X.T, unit_of, ridge)
+    found = _Removals(laid_out(W, X @ X.T, unit_of, ridge))
     wide = torch.cat([X, ridge**0.5 * torch.eye(n * taps, dtype=torch.float64)], dim=1)  # the ridge as data
 
     def fitted(out: list[int]) -> tuple[Tensor, float]:
@@ -124,15 +127,88 @@ def test_obs_scores_and_updates_are_those_of_least_squares(
     assert len(found.units) <= 4
 
 
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_fit_knows_what_units_save_and_cost(taps: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    n, ridge = 6, 1e-3
+    X = torch.randn(n * taps, 40, generator=g, dtype=torch.float64)
+    W = torch.randn(5, n * taps, generator=g, dtype=torch.float64)
+    unit_of = torch.arange(n).repeat(taps)
+    wide = torch.cat([X, ridge**0.5 * torch.eye(n * taps, dtype=torch.float64)], dim=1)  # the ridge as data
+    regression = laid_out(W, X @ X.T, unit_of, ridge)
+
+    def error(kept: set[int]) -> float:
+        stays = torch.isin(unit_of, torch.tensor(sorted(kept), dtype=torch.long))
+        fitted = torch.linalg.lstsq(wide[stays].T, (W @ wide).T).solution.T @ wide[stays]
+        return float((W @ wide - fitted).square().sum())
+
+    kept = {0, 3, 4}
+    fit = Fit(regression, torch.tensor([i in kept for i in range(n)]))
+    assert fit.error == pytest.approx(error(kept))
+    for unit in (1, 3, 5, 1, 0, 3, 4, 5):  # in and out, until one unit is left
+        found = fit.scores(n)
+        expected = [abs(error(kept ^ {i}) - error(kept)) for i in range(n)]
+        assert found.tolist() == pytest.approx(expected, rel=1e-8)
+        fit.move(unit)
+        kept ^= {unit}
+    assert kept == {3}
+
+
+@FEW
+@given(problems(), st.integers(1, 4), st.integers(1, 12))
+def test_swaps_never_raise_the_refitted_error(problem: Problem, batch: int, s: int) -> None:
+    H, s, ridge = problem.data(batch), min(s, problem.units), 1e-2
+    statistics = problem.statistics(H, ("gram",))
+    greedy, swapped = (OBS(ridge=ridge, swaps=swaps).select(statistics, s).kept for swaps in (0, 20))
+    slack = 1e-9 * refitted(problem, H, set(), ridge)
+    assert refitted(problem, H, set(swapped), ridge) <= refitted(problem, H, set(greedy), ridge) * (1 + 1e-9) + slack
+    if len(swapped) == 1 < problem.units:  # one unit: the best exchange is the best set
+        best = min(refitted(problem, H, {i}, ridge) for i in range(problem.units))
+        assert refitted(problem, H, set(swapped), ridge) <= best * (1 + 2e-6) + slack
+
+
+def test_swaps_repair_a_greedy_choice() -> None:
+    # Unit 2 is the sum of the others and goes first; with one unit left, it would have been the best.
+    H = torch.tensor([[1.0, 0.0, 1.1], [0.0, 1.0, 0.9], [1.0, 0.0, 0.9], [0.0, 1.0, 1.1]], dtype=torch.float64)
+    W = torch.tensor([[2.0, 2.0, 0.1]], dtype=torch.float64)
+    assert select_units(W, H, 1, OBS()).kept != (2,)
+    assert select_units(W, H, 1, OBS(swaps=2)).kept == (2,)
+
+
+@FEW
+@given(problems(), st.integers(1, 4), st.integers(1, 12))
+def test_the_error_of_subspace_pursuit_falls(problem: Problem, batch: int, s: int) -> None:
+    H, s, ridge = problem.data(batch), min(s, problem.units), 1e-2
+    selection = SubspacePursuit(ridge=ridge).select(problem.statistics(H, ("gram",)), s)
+    errors = [refitted(problem, H, set(step.kept), ridge) for step in selection.steps]
+    slack = 1e-9 * refitted(problem, H, set(), ridge)
+    assert all(later <= earlier + slack for earlier, later in pairwise(errors))
+    alone = [refitted(problem, H, {i}, ridge) for i in range(problem.units)]
+    if s == 1:
+        assert errors[0] <= min(alone) * (1 + 1e-9) + slack
+
+
+def test_subspace_pursuit_is_not_topk_where_i_spasp_is() -> None:
+    g = torch.Generator().manual_seed(0)
+    H = torch.rand(40, 5, generator=g).repeat_interleave(2, dim=1)
+    H = H * torch.tensor([9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0.5])  # the largest are pairs of twins
+    W = torch.randn(4, 10, generator=g)
+    assert select_units(W, H, 5, "topk").kept == select_units(W, H, 5, "ispasp").kept
+    kept = select_units(W, H, 5, "sp").kept
+    assert sorted(unit // 2 for unit in kept) == [0, 1, 2, 3, 4]
+    assert not select_units(W, H, 5, SubspacePursuit(iterations=1)).converged
+
+
+@pytest.mark.parametrize("method", ["obs", "sp"])
 @pytest.mark.parametrize("kind", ["neurons", "filters"])
-def test_obs_keeps_one_of_each_pair_of_twins(kind: str) -> None:
+def test_one_of_each_pair_of_twins_is_kept(kind: str, method: str) -> None:
     g = torch.Generator().manual_seed(0)
     size = (40, 5) if kind == "neurons" else (3, 5, 7, 7)
     H = torch.rand(size, generator=g).repeat_interleave(2, dim=1) * torch.tensor([3.0, 1.0]).repeat(5).reshape(
         -1, *(1,) * (len(size) - 2)
     )  # unit 2 i + 1 is a third of unit 2 i
     W = torch.randn(4, 10, *(3,) * (len(size) - 2), generator=g)
-    kept = select_units(W, H, 5, "obs").kept
+    kept = select_units(W, H, 5, method).kept
     assert sorted(unit // 2 for unit in kept) == [0, 1, 2, 3, 4]
 
 
@@ -190,17 +266,25 @@ def test_a_gram_matrix_in_float32_is_taken_as_it_is(cls: type[Selector], seed: i
         assert selection == cls().select(rounded(seed), s)
 
 
-def test_a_gram_matrix_that_is_none_says_so() -> None:
+@pytest.mark.parametrize("cls", REFITTING)
+def test_a_gram_matrix_that_is_none_says_so(cls: type[Selector]) -> None:
     A = LinearConsumer(torch.eye(2))
     indefinite = Gram(torch.tensor([[[1.0, 2.0], [2.0, 1.0]]]), 1)
     with pytest.raises(InputError, match="not positive definite with ridge=1e-06.*larger ridge"):
-        OBS().select(Statistics(2, (Reading(A, indefinite),)), 1)
+        cls().select(Statistics(2, (Reading(A, indefinite),)), 1)
 
 
+@pytest.mark.parametrize("cls", REFITTING)
 @pytest.mark.parametrize("ridge", [0, -1.0, float("inf"), float("nan"), "small", True])
-def test_a_ridge_that_is_none_is_refused(ridge: object) -> None:
+def test_a_ridge_that_is_none_is_refused(ridge: object, cls: type[Selector]) -> None:
     with pytest.raises(InputError, match="ridge=.*: pass a number > 0"):
-        OBS(ridge=ridge)
+        cls(ridge=ridge)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("swaps", [-1, 1.5, "all", True])
+def test_swaps_that_are_no_number_are_refused(swaps: object) -> None:
+    with pytest.raises(InputError, match="swaps=.*: pass an integer >= 0"):
+        OBS(swaps=swaps)
 
 
 def test_depthwise_consumers_have_one_regression_per_unit() -> None:

@@ -15,17 +15,17 @@ from sklearn.linear_model import lars_path, orthogonal_mp, orthogonal_mp_gram
 from torch import Tensor
 from torch.testing import assert_close
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
-from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, ThiNet, select_units
-from ispasp.select.energy import total_energy
+from ispasp.select import OBS, CoSaMP, GFSLocal, Lasso, Selector, SubspacePursuit, ThiNet, select_units
+from ispasp.select.evidence import total_energy
 from ispasp.select.lasso import _Active
 from ispasp.types import Consumer, ConvConsumer, Gram, LinearConsumer, Reading, Statistics
-from ispasp.types.geometry import Geometry
+from ispasp.types.consumer import Geometry
 from support.problems import Problem, problems
 
 FEW = settings(max_examples=max(1, settings.default.max_examples // 2))
-ON_GRAMS = (GFSLocal, ThiNet, Lasso, CoSaMP, OBS)
+ON_GRAMS = (GFSLocal, ThiNet, Lasso, CoSaMP, OBS, SubspacePursuit)
 
 
 def dictionary(A: Consumer, H: Tensor, units: int) -> np.ndarray:
@@ -135,7 +135,7 @@ def test_lasso_fills_up_with_energy_when_the_penalty_is_gone() -> None:
     assert [select_units(A, H, s, "lasso").kept for s in (1, 2, 3)] == [(1,), (1, 2), (0, 1, 2)]
 
 
-@pytest.mark.parametrize("method", ["cosamp", "obs", "gfs-local", "thinet", "lasso"])
+@pytest.mark.parametrize("method", ["cosamp", "obs", "sp", "gfs-local", "thinet", "lasso"])
 @pytest.mark.parametrize("seed", range(5))
 def test_one_output_agrees_with_orthogonal_matching_pursuit(method: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -171,7 +171,7 @@ def test_recovery_sees_through_units_that_cancel_as_orthogonal_matching_pursuit_
     by_gram = orthogonal_mp_gram(Phi.T @ Phi, Phi.T @ X.sum(1), n_nonzero_coefs=6)
     assert tuple(np.flatnonzero(by_data)) == tuple(np.flatnonzero(by_gram)) == planted
     kept = {cls.name: set(select_units(torch.tensor(w), torch.tensor(H), 6, cls()).kept) for cls in ON_GRAMS}
-    for name in ("cosamp", "obs", "gfs-local"):
+    for name in ("cosamp", "obs", "sp", "gfs-local"):
         assert kept[name] == set(planted)
     assert not kept["thinet"] & set(planted)  # each of a pair alone looks indispensable
     assert kept["lasso"] != set(planted)  # a penalty on factors favours large units, which then stand for small ones
@@ -230,6 +230,7 @@ def test_the_scale_of_data_and_weights_does_not_matter(cls: type[Selector]) -> N
 
 
 @pytest.mark.parametrize("iterations", [0, -1, 2.5, "3", True])
-def test_iterations_that_are_none_are_refused(iterations: object) -> None:
+@pytest.mark.parametrize("cls", [CoSaMP, SubspacePursuit])
+def test_iterations_that_are_none_are_refused(iterations: object, cls: type[Selector]) -> None:
     with pytest.raises(InputError, match="iterations=.*: pass an integer >= 1"):
-        CoSaMP(iterations=iterations)
+        cls(iterations=iterations)  # type: ignore[call-arg]

@@ -13,9 +13,21 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ispasp.errors import InputError
-from ispasp.select import FPGM, L1, L2, Selector, Slimming, Taylor, select_units, selector
+from ispasp.select import (
+    FPGM,
+    L1,
+    L2,
+    Selector,
+    Slimming,
+    Spread,
+    Taylor,
+    by_channel,
+    select_units,
+    selector,
+    sum_by_unit,
+)
 from ispasp.select.fpgm import _summed_distances
-from ispasp.types import LinearConsumer, Producer, Reading, Selection, Sensitivity, Statistics
+from ispasp.types import ConvConsumer, LinearConsumer, Producer, Reading, Selection, Sensitivity, Statistics
 
 A = LinearConsumer(torch.eye(4))
 ON_WEIGHTS = (L1, L2, FPGM, Slimming)
@@ -94,6 +106,40 @@ def test_a_concatenation_has_units_that_only_one_producer_makes() -> None:
     assert FPGM().select(statistics(first, second), 2).kept == (0, 2)
 
 
+@pytest.mark.parametrize("shape", [(30, 6), (5, 4, 6), (4, 6, 5, 5)])
+def test_flap_and_wanda_are_what_the_definitions_say(shape: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    H = torch.randn(shape, generator=g, dtype=torch.float64) + 3
+    W = torch.randn(8, 6, *(3, 3)[: len(shape) // 4 * 2], generator=g, dtype=torch.float64)
+    units, scale = torch.tensor([0, 0, 1, 2, 3, -1]), torch.rand(8, generator=g, dtype=torch.float64)
+    A = (ConvConsumer if W.ndim > 2 else LinearConsumer)(W, units=units, scale=scale)
+    X = by_channel(A, H)
+    V = (scale.reshape(-1, *(1,) * (W.ndim - 1)) * W).movedim(1, 0).flatten(1)  # (channels, weights)
+    expected = {
+        "flap": X.var(1) * V.square().sum(1),
+        "wanda": X.norm(dim=1) * V.abs().sum(1),
+    }
+    for name, by_hand in expected.items():
+        scores = torch.tensor(select_units([A, A], H, 2, name).scores, dtype=torch.float64)
+        assert_close(scores, 2 * sum_by_unit(by_hand, units, 4), rtol=1e-10, atol=1e-10)
+
+
+def test_flap_lets_a_constant_go_and_wanda_does_not() -> None:
+    H = torch.tensor([[9.0, 1.0], [9.0, 0.0], [9.0, 1.0]])
+    assert select_units(torch.ones(1, 2), H, 1, "flap").kept == (1,)
+    assert select_units(torch.ones(1, 2), H, 1, "wanda").kept == (0,)
+    assert select_units(torch.ones(1, 2), H[:1], 1, "flap").scores == (0.0, 0.0)  # one value has no variance
+
+
+def test_a_spread_counts_values_and_adds() -> None:
+    A, conv = LinearConsumer(torch.eye(2)), ConvConsumer(torch.ones(1, 2, 1))
+    one = Spread.measure(A, torch.tensor([1.0, 2.0]))
+    assert (one.examples, one.total.tolist()) == (1, [[1, 1], [1, 2], [1, 4]])
+    maps = Spread.measure(conv, torch.ones(3, 2, 5))
+    assert (maps.examples, maps.total.tolist()) == (3, [[15, 15], [15, 15], [15, 15]])
+    assert ((maps + maps).examples, float((maps + maps).total[0, 0])) == (6, 30)
+
+
 def test_several_consumers_add_their_sensitivities() -> None:
     readings = [Reading(A, Sensitivity(torch.tensor(total), 5)) for total in ([1.0, 2, 0, 3], [5.0, 0, 1, 0])]
     assert Taylor().select(Statistics(4, tuple(readings)), 2).kept == (0, 3)
@@ -122,7 +168,7 @@ REFUSED = {
     "no producers in the data path": (lambda: select_units(A, S4[None], 1, "fpgm"), "fpgm scores the weights"),
     "a producer of other units": (
         lambda: L2().select(statistics(Producer(torch.ones(5, 2))), 1),
-        "producer 0 makes unit 4, the hidden dimension has 4 units: its `units` must be from -1 to 3",
+        "a producer makes unit 4, the hidden dimension has 4 units: its `units` must be from -1 to 3",
     ),
     "a unit nobody makes": (
         lambda: FPGM().select(statistics(Producer(torch.ones(2, 2), torch.tensor([0, 3]))), 1),
@@ -132,7 +178,12 @@ REFUSED = {
         lambda: Slimming().select(statistics(Producer(W4, scale=S4), Producer(W4)), 1),
         "producer 1 has no BatchNorm after it.*choose another method such as 'l1'",
     ),
-    "no sensitivity": (lambda: select_units(A, S4[None], 1, "taylor"), "consumer 0 has no sensitivities: calibrate"),
+    "no sensitivity": (lambda: select_units(A, S4[None], 1, "taylor"), "consumer 0 has no sensitivity: calibrate"),
+    "no spread": (lambda: selector("flap").select(statistics(), 1), "consumer 0 has no spread: take it with measure"),
+    "a spread of other channels": (
+        lambda: selector("wanda").select(Statistics(4, (Reading(A, Spread(torch.ones(3, 5), 1)),)), 1),
+        r"spread of consumer 0 has shape \(3, 5\), its consumer needs \(3, 4\)",
+    ),
     "a sensitivity per channel": (
         lambda: Taylor().select(Statistics(4, (Reading(A, Sensitivity(torch.ones(8), 1)),)), 1),
         r"sensitivity of consumer 0 has shape \(8,\), its consumer needs \(4,\)",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,30 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.calibrate.team_statistics import agreed, blank, outline, rebuilt, sums
+from ispasp.engine.wire import Key, added, agreed, outline, sums
 from ispasp.errors import InputError
 from ispasp.select import (
     Consumer,
     ConvConsumer,
+    Evidence,
+    Found,
     LinearConsumer,
     Magnitude,
     Moment,
     Reading,
     Scored,
+    Search,
     Statistics,
     Total,
     by_channel,
     measure,
+    option,
     register,
     register_statistic,
     sum_by_unit,
 )
-from ispasp.select.registry import METHODS
-from ispasp.types.statistic import STATISTICS
+from ispasp.select.base import METHODS
+from ispasp.types.statistics import STATISTICS
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
@@ -101,11 +106,11 @@ def test_a_new_statistic_adds_over_batches_and_machines() -> None:
     assert sums(first + second)[0, "energy", ()].tolist() == pytest.approx(expected.tolist())
     for ranks in ((first, second), (whole, Statistics(3, (Reading(conv),)))):  # the second machine may have no data
         agreement = agreed([outline(rank) for rank in ranks])
-        totals = {
-            key: sum((sums(rank).get(key, blank(rank, key, shape)) for rank in ranks), start=torch.zeros(()))
-            for key, shape in agreement.shapes.items()
-        }
-        both = rebuilt(ranks[1], agreement, totals).readings[0]
+
+        def add_up(key: Key, own: Tensor, ranks: tuple[Statistics, ...] = ranks) -> Tensor:
+            return torch.stack([sums(rank).get(key, torch.zeros_like(own)) for rank in ranks]).sum(0)
+
+        both = added(ranks[1], agreement, add_up).readings[0]
         assert both.statistics.keys() == {"energy", "moment"}
         assert both.statistics["energy"].examples == 4
         assert both.statistics["energy"].tensors()[()].tolist() == pytest.approx(expected.tolist())
@@ -114,8 +119,7 @@ def test_a_new_statistic_adds_over_batches_and_machines() -> None:
 def test_a_file_in_the_folder_is_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "first_units.py").write_text(
         "import torch\n"
-        "from ispasp.select.registry import register\n"
-        "from ispasp.select.scores import Scored\n\n"
+        "from ispasp.select.base import Scored, register\n\n"
         "@register\n"
         "class FirstUnits(Scored):\n"
         "    name, needs = 'first-units', ()\n\n"
@@ -140,6 +144,29 @@ def test_every_method_stands_in_a_file_of_the_folder() -> None:
     assert all(getattr(ispasp.select, kind.__name__) is kind for kind in METHODS.values())
     with pytest.raises(AttributeError, match="'ispasp.select' has no attribute 'TopKK'"):
         ispasp.select.TopKK  # type: ignore[attr-defined]  # noqa: B018
+
+
+@dataclass(frozen=True)
+class Every(Search):
+    """Every so-many-th unit first."""
+
+    name, needs = "every", ()
+
+    step: int = option(2, (2, 3).__contains__, "2 or 3")
+
+    def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
+        units = range(evidence.statistics.units)
+        order = sorted(units, key=lambda unit: (unit % self.step, unit))
+        return [Found([sorted(order[:width])], converged=False) for width in widths]
+
+
+def test_a_search_from_outside_serves_select_and_path_and_checks_its_options() -> None:
+    statistics = Statistics(4, (measure(LinearConsumer(torch.eye(4)), X),))
+    selection = Every().select(statistics, 0.75)
+    assert (selection.kept, selection.converged, selection.steps[-1].kept) == ((0, 1, 2), False, (0, 1, 2))
+    assert Every(step=3).path(statistics, [1, 2]) == [(0,), (0, 3)]
+    with pytest.raises(InputError, match="step=4: pass 2 or 3"):
+        Every(step=4)
 
 
 class Named(Scored):

@@ -13,18 +13,20 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import ispasp
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.select import Selector, select_units, selector
-from ispasp.select.energy import total_energy
+from ispasp.select.evidence import total_energy
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Reading, Sensitivity, Statistics
+from ispasp.types.statistics import measurable
 from support.problems import Problem, problems
 
-MEASURED = ("moment", "magnitude", "gram")
+MEASURED = tuple(measurable())
 VARIANTS: dict[str, Selector] = {
     **{name: selector(name) for name in ispasp.methods()},
     "ispasp by magnitude": ispasp.select.ISpaSP(rank="magnitude"),
     "ispasp by mini-batch": ispasp.select.ISpaSP(minibatches=True),
     "gfs of some": ispasp.select.GFS(candidates=3),
+    "obs with swaps": ispasp.select.OBS(swaps=5),
 }
 DRAWING = ("random", "gfs of some")  # they draw indices, which other names for the units do not follow
 CHOOSING = [name for name in ispasp.methods() if name not in DRAWING]
@@ -250,7 +252,7 @@ def test_i_spasp_finds_planted_units_where_the_consumer_is_an_isometry() -> None
     assert select_units(shapes()["linear"][0], H, 4).kept != (1, 4, 8, 11)
 
 
-@pytest.mark.parametrize("name", needing("gram", "sensitivity", "task"))
+@pytest.mark.parametrize("name", needing("gram", "spread", "sensitivity", "task"))
 def test_units_that_consumers_ignore_go_first(name: str) -> None:
     A, H, _ = shapes()["linear"]
     weight = A[0].weight * torch.where(ALIVE, 1.0, 0.02)

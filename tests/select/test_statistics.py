@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.select import Random, i_spasp, select_units, units_to_keep
 from ispasp.types import ConvConsumer, Gram, LinearConsumer, Magnitude, Moment, Reading, Selection, Statistics, Step

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import ispasp
-from ispasp.api.copying import copied
+from ispasp.graph.state import copied
 from soak.case import Case, check
 from soak.options import SCALING, random_keep, random_options, random_units
 from soak.state import check_same, process_unchanged, unchanged, weights

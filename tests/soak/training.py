@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ispasp
-from ispasp.api.finetune import FinetuneResult
+from ispasp._finetune import FinetuneResult
 from soak.case import Case, check
 from soak.state import check_same, process_unchanged, weights
 

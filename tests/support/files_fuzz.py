@@ -28,10 +28,12 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import ispasp
-from ispasp.cli.sources import Examples, Loaded, Wanted, load_data
-from ispasp.cli.sources.huggingface import image_preprocessing
-from ispasp.cli.sources.saved import load_saved
-from ispasp.cli.sources.weights import fill
+from ispasp.cli.data import load_data
+from ispasp.cli.huggingface import image_preprocessing
+from ispasp.cli.loaded import Examples, Loaded
+from ispasp.cli.models import load_saved
+from ispasp.cli.options import Wanted
+from ispasp.cli.weights import fill
 from ispasp.errors import IspaspError, visible
 from ispasp.files.reading import digest
 from support.forge import forge_model, read

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ispasp.api.stored import _checksum
+from ispasp._saved import checksum
 from ispasp.files.reading import digest
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
@@ -26,7 +26,7 @@ def forge_model(path: Path, change: Change) -> None:
     tensors, metadata = read(path)
     change(tensors, metadata)
     if metadata.get("version") != "1":
-        metadata["texts_sha256"] = _checksum(metadata)
+        metadata["texts_sha256"] = checksum(metadata)
     salt = metadata.get("about", "") if metadata.get("version") == "1" else metadata["texts_sha256"]
     metadata["tensors_sha256"] = digest(tensors, salt)
     save_file(tensors, path, metadata)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ispasp.api.copying import copied
+from ispasp.graph.state import copied
 
 
 def called(model: nn.Module, batch: Any) -> Any:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.select import selector
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Statistics
-from ispasp.types.geometry import Geometry
+from ispasp.types.consumer import Geometry
 
 Channel = tuple[str, int] | None  # hidden dimension and unit
 Kept = dict[str, tuple[int, ...]]

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Statistics
-from ispasp.types.geometry import Geometry, PaddingMode
+from ispasp.types.consumer import Geometry, PaddingMode
 
 KINDS = ("linear", "tokens", "heads", "scaled", "conv", "transposed", "two", "batchnorm")
 

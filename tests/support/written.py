@@ -22,7 +22,7 @@ from support.nets import (
 )
 
 
-def _batches(*shape: int, sizes: tuple[int, ...] = (5, 3)) -> Callable[[], list[Tensor]]:
+def _batches(*shape: int, sizes: tuple[int, ...] = (4, 4)) -> Callable[[], list[Tensor]]:
     def make() -> list[Tensor]:
         g = torch.Generator().manual_seed(7)
         return [torch.randn(n, *shape, generator=g, dtype=torch.float64) for n in sizes]

@@ -107,6 +107,28 @@ def test_tied_weights_stay_tied() -> None:
     assert model.table.weight.shape[1] == 3 == model.out.in_features == model.table.embedding_dim
 
 
+class TiedBuffers(nn.Module):
+    """Two modules hold the same buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.one, self.two = nn.Module(), nn.Module()
+        offset = torch.rand(8)
+        self.one.register_buffer("offset", offset)
+        self.two.register_buffer("offset", offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x) + self.one.offset) * self.two.offset)
+
+
+def test_tied_buffers_stay_tied() -> None:
+    model, x = TiedBuffers(), torch.randn(3, 4)
+    ispasp.apply_(model, ispasp.survey(model, x).plan(0.5), x)
+    assert model.one.offset is model.two.offset
+    assert model.one.offset.shape == (4,)
+
+
 def test_an_exception_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from ispasp.surgery import remove
 
@@ -225,6 +247,14 @@ def test_relative_error_sees_shapes_nan_and_values() -> None:
     assert relative_error([x[:1]], [x]) == float("inf")
     assert relative_error([x * float("nan")], [x]) == float("inf")
     assert relative_error([x * 1.1], [x]) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_a_few_integers_may_flip_and_many_may_not() -> None:
+    count = torch.arange(40)
+    for flipped, error in ((4, 0.0), (5, 0.125), (40, 1.0)):
+        assert relative_error([count + (count < flipped)], [count]) == error
+    assert relative_error([torch.ones(2), count + 1], [torch.ones(2), count]) == 1.0
+    assert relative_error([count], [count.double()]) == float("inf")
 
 
 def test_survey_leaves_the_model_bit_identical() -> None:

@@ -1,15 +1,33 @@
-"""Widths for every hidden dimension, so that the whole network meets a limit with the least error."""
+"""Widths for every hidden dimension, so that the whole network meets a limit with the least error.
+
+The search shrinks the dense network where a saved count costs the least error (`descend`), uses up what is left of the
+limit (`fill`), and lets dimensions swap widths while that lowers the error (`exchange`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import heapq
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ispasp.budget.curve import Curve
-from ispasp.budget.descend import descend
-from ispasp.budget.polish import polish
-from ispasp.budget.problem import Problem, choices
 from ispasp.errors import InputError
-from ispasp.types.checks import is_integer
+from ispasp.types.dimension import is_integer
+
+Place = tuple[int, ...]  # for every hidden dimension, the index of its choice
+
+_TRIES = 8  # counts spent on exchanges that do not turn out as predicted
+_GAIN = 1e-4  # an exchange that lowers the error by a smaller fraction is not worth its counts
+_ROUNDS = 100  # exchanges; far more than networks were seen to need
+_COUNTS = 5000  # counts spent on coming closer to the limit
+_NEAR = 0.01  # how close below the limit the count should come
 
 
 def allocate(
@@ -23,17 +41,16 @@ def allocate(
     """Widths with count(widths) <= limit and the least sum of predicted errors, found by search.
 
     `curves`: name of a hidden dimension -> its error at every width. `count`: parameters or MACs of the network with
-    given widths, one for every name; it may be any function that does not fall when a width rises, such as a sum of
-    products of widths. The count comes within 1 % of the limit wherever the search finds such widths. With `round_to`
-    widths are its multiples or all units; `least` gives the fewest units of some dimensions. None becomes narrower than
-    the first point of its curve.
+    these widths, one for every name; any function that does not fall when a width rises. The count comes within 1 % of
+    the limit wherever the search finds such widths. With `round_to`, widths are its multiples or all units. `least`
+    gives the fewest units of some dimensions. None becomes narrower than the first point of its curve.
 
     >>> curves = {"a": Curve((1, 8), (1.0, 0.0)), "b": Curve((1, 4, 8), (1.0, 0.1, 0.0))}
     >>> allocate(curves, lambda widths: 10 * widths["a"] + 10 * widths["b"], limit=125)
     {'a': 8, 'b': 4}
     """
     _check(curves, limit, round_to, least or {})
-    options = {name: choices(curve, round_to, (least or {}).get(name, 1)) for name, curve in curves.items()}
+    options = {name: choices(curve, round_to, (least or {}).get(name, 0)) for name, curve in curves.items()}
     problem = Problem(options, count, int(limit))
     smallest = (0,) * len(options)
     if problem.slack(smallest) < 0:
@@ -42,8 +59,9 @@ def allocate(
             f"counts {problem.count(smallest):,}; raise the limit to that, or prune more dimensions"
         )
     place = descend(problem)
-    dense = all(k == option.last for k, option in zip(place, problem.options, strict=True))
-    return problem.widths(place if dense else polish(problem, place))
+    if place != problem.dense:
+        place = _polish(problem, place)
+    return problem.widths(place)
 
 
 def _check(curves: Mapping[str, Curve], limit: int, round_to: int | None, least: Mapping[str, int]) -> None:
@@ -56,6 +74,272 @@ def _check(curves: Mapping[str, Curve], limit: int, round_to: int | None, least:
     for name, width in least.items():
         if name not in curves:
             raise InputError(f"least names {name!r}, which has no curve: choose from {', '.join([*curves][:5])}, ...")
-        if not is_integer(width) or not 1 <= width <= curves[name].units:
-            units = curves[name].units
-            raise InputError(f"least[{name!r}]={width!r}: the hidden dimension has {units} units, pass 1 to {units}")
+        units = curves[name].units
+        if not is_integer(width) or not 0 <= width <= units:
+            raise InputError(f"least[{name!r}]={width!r}: the hidden dimension has {units} units, pass 0 to {units}")
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The widths one hidden dimension may have, ascending to all units, and the error at each. (m,)
+
+    The error is linear between the choices at `bends`, which include the first and the last.
+    """
+
+    widths: NDArray[np.int64]
+    errors: NDArray[np.float64]
+    bends: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """Index of the widest choice."""
+        return len(self.widths) - 1
+
+    @cached_property
+    def corners(self) -> list[int]:
+        """Indices of the corners of the errors' lower convex hull, ascending.
+
+        >>> Choices(np.array([1, 2, 3, 4]), np.array([4.0, 3.9, 1.0, 0.0]), bends=(0, 1, 2, 3)).corners
+        [0, 2, 3]
+        """
+        w, e = self.widths, self.errors
+
+        def above(a: int, b: int, c: int) -> bool:  # point b lies on or above the line from a to c
+            return bool((e[b] - e[a]) * (w[c] - w[a]) >= (e[c] - e[a]) * (w[b] - w[a]))
+
+        hull: list[int] = []
+        for k in self.bends:
+            while len(hull) > 1 and above(hull[-2], hull[-1], k):
+                hull.pop()
+            hull.append(k)
+        return hull
+
+
+def choices(curve: Curve, round_to: int | None = None, least: int = 0) -> Choices:
+    """Widths of at least `least`: all of them, or multiples of `round_to` and the full width.
+
+    >>> choices(Curve((1, 20), (1.0, 0.0)), round_to=8).widths.tolist()
+    [8, 16, 20]
+    """
+    step = round_to or 1
+    widths = np.arange(0, curve.units, step)
+    widths = np.union1d(widths[widths >= max(least, curve.kept[0])], [curve.units])
+    last = len(widths) - 1
+    after = np.searchsorted(widths, curve.kept)  # a point of the curve may lie between two choices: both are bends
+    before = np.searchsorted(widths, curve.kept, side="right") - 1
+    bends = {0, last, *after.clip(0, last).tolist(), *before.clip(0, last).tolist()}
+    return Choices(widths, curve.at(widths), tuple(sorted(bends)))
+
+
+class Problem:
+    """The choices of all hidden dimensions and the count of a place. Counts are expensive, so they are remembered."""
+
+    def __init__(self, options: Mapping[str, Choices], count: Callable[[Mapping[str, int]], int], limit: int) -> None:
+        """`count` returns what a network of these widths costs; `limit` is the most it may cost."""
+        self.names = tuple(options)
+        self.options = tuple(options.values())
+        self.dense: Place = tuple(option.last for option in self.options)
+        self.limit = limit
+        self._count = count
+        self._known: dict[Place, int] = {}
+
+    def widths(self, place: Place) -> dict[str, int]:
+        """Width by name."""
+        chosen = zip(self.names, self.options, place, strict=True)
+        return {name: int(option.widths[k]) for name, option, k in chosen}
+
+    def count(self, place: Place) -> int:
+        """What the network costs at this place."""
+        if place not in self._known:
+            self._known[place] = self._count(self.widths(place))
+        return self._known[place]
+
+    @property
+    def counted(self) -> int:
+        """Calls of `count` so far."""
+        return len(self._known)
+
+    def error(self, place: Place) -> float:
+        """Sum of the predicted errors."""
+        return float(sum(option.errors[k] for option, k in zip(self.options, place, strict=True)))
+
+    def slack(self, place: Place) -> int:
+        """What is left of the limit; negative above it."""
+        return self.limit - self.count(place)
+
+    def slopes(self, place: Place) -> NDArray[np.float64]:
+        """What one unit of each dimension costs while the others stay. (dimensions,)
+
+        >>> all20 = choices(Curve((1, 20), (1.0, 0.0)))
+        >>> Problem({"a": all20, "b": all20}, lambda w: w["a"] * w["b"], limit=50).slopes((4, 6))   # 5 and 7 units
+        array([7., 5.])
+        """
+        slopes = np.zeros(len(place))
+        for d, (option, k) in enumerate(zip(self.options, place, strict=True)):
+            if option.last > 0:
+                other = k - 1 if k > 0 else k + 1
+                change = self.count(place) - self.count(_at(place, {d: other}))
+                slopes[d] = change / int(option.widths[k] - option.widths[other])
+        return slopes
+
+
+def _at(place: Place, changes: Mapping[int, int]) -> Place:
+    """The same place with other choices in some dimensions."""
+    return tuple(changes.get(d, k) for d, k in enumerate(place))
+
+
+def descend(problem: Problem) -> Place:
+    """Shrink along the convex hulls of the curves, cheapest segment first, until the limit is met.
+
+    A segment's rate is the error it adds per count it saves. As others shrink a dimension saves less, so rates only
+    rise: an old rate is a lower bound, and only the one at the top is computed again.
+    """
+    place = problem.dense
+    rates = [(0.0, d) for d, last in enumerate(place) if last > 0]
+    remaining = {d: problem.options[d].corners[:-1] for _, d in rates}
+    while problem.slack(place) < 0 and rates:
+        _, d = heapq.heappop(rates)
+        target, errors = remaining[d][-1], problem.options[d].errors
+        saved = problem.count(place) - problem.count(_at(place, {d: target}))
+        if saved <= 0:  # nothing counted depends on it, nor will it when others are smaller
+            continue
+        rate = float(errors[target] - errors[place[d]]) / saved
+        if rates and rate > rates[0][0]:
+            heapq.heappush(rates, (rate, d))
+            continue
+        remaining[d] = remaining[d][:-1]
+        if remaining[d]:
+            heapq.heappush(rates, (rate, d))
+        place = _at(place, {d: _widest(problem, place, d, target)})
+    return place
+
+
+def _widest(problem: Problem, place: Place, d: int, least: int) -> int:
+    """The widest choice of dimension d, from `least` up to the present one, that meets the limit; else `least`."""
+    low, high = least, place[d]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if problem.slack(_at(place, {d: middle})) >= 0:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def fill(problem: Problem, place: Place) -> Place:
+    """Widen, where it lowers the error most for its count, until not one more step fits."""
+    candidates = [*range(len(place))]
+    while True:
+        costs = {
+            d: problem.count(_at(place, {d: place[d] + 1})) - problem.count(place)
+            for d in candidates
+            if place[d] < problem.options[d].last
+        }
+        candidates = [d for d, cost in costs.items() if cost <= problem.slack(place)]  # others never fit again
+        if not candidates:
+            return place
+        rates = {}
+        for d in candidates:
+            errors, k = problem.options[d].errors, place[d]
+            rates[d] = (float(errors[k] - errors[k + 1]) / max(costs[d], 1), costs[d])
+        d = max(candidates, key=rates.__getitem__)
+        corners = problem.options[d].corners
+        corner = _at(place, {d: corners[bisect_right(corners, place[d])]})
+        fits = problem.slack(corner) >= 0
+        place = corner if fits else _at(place, {d: _widest(problem, corner, d, place[d] + 1)})
+
+
+def exchange(problem: Problem, place: Place) -> Place | None:
+    """The most promising exchange that lowers the error and meets the limit, or None.
+
+    One dimension becomes wider, another pays for it.
+    """
+    moves, gain = _exchanges(problem, place)
+    best = np.argsort(-gain, kind="stable")[:_TRIES]
+    for up, up_to, down, down_to in moves[best[gain[best] > _GAIN * problem.error(place)]].tolist():
+        new = _at(place, {up: up_to, down: down_to})
+        if problem.slack(new) >= 0:
+            return new
+    return None
+
+
+def _exchanges(problem: Problem, place: Place) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Rows (up, its choice, down, its choice) for every pair of dimensions, and the error each row wins.
+
+    One becomes wider by 1, 2, 4, ... choices, the other narrower by as much as that takes. Counts are taken to be
+    linear. They are products of widths, so a pair costs a little less: what is predicted to fit does.
+    """
+    slopes, slack = problem.slopes(place), problem.slack(place)
+    ups = [(d, to) for d, option in enumerate(problem.options) for to in _wider(place[d], option.last)]
+    up, up_to = np.array(ups, dtype=np.int64).reshape(-1, 2).T
+    won = np.array([problem.options[d].errors[place[d]] - problem.options[d].errors[to] for d, to in ups])
+    more = np.array([problem.options[d].widths[to] - problem.options[d].widths[place[d]] for d, to in ups])
+    needed = np.maximum(more * slopes[up] - slack, 0.0)
+    moves, gains = [np.zeros((0, 4), dtype=np.int64)], [np.zeros(0)]
+    for d, (option, k) in enumerate(zip(problem.options, place, strict=True)):
+        if k == 0 or slopes[d] <= 0.0:
+            continue
+        width = option.widths[k] - needed / slopes[d]
+        down_to = np.searchsorted(option.widths, width + 1e-9, side="right") - 1
+        ok = (down_to >= 0) & (up != d)
+        moves.append(np.stack([up, up_to, np.full_like(up, d), down_to], axis=1)[ok])
+        gains.append((won - (option.errors[down_to] - option.errors[k]))[ok])
+    return np.concatenate(moves), np.concatenate(gains)
+
+
+def _wider(k: int, last: int) -> list[int]:
+    """Choices above k: all where they are few, else the next, then at doubling distance, and the last."""
+    if last - k <= 16:
+        return list(range(k + 1, last + 1))
+    return [*(k + 2**n for n in range((last - k).bit_length()) if k + 2**n < last), last]
+
+
+def _polish(problem: Problem, place: Place) -> Place:
+    """Fill what is left, exchange while that lowers the error, and come within 1 % of the limit if possible."""
+    place = fill(problem, place)
+    for _ in range(_ROUNDS):
+        better = exchange(problem, place)
+        if better is None:
+            break
+        place = fill(problem, better)
+    near = _NEAR * problem.limit
+    if problem.slack(place) <= near:
+        return place
+    closer = _close_in(problem, place, near)
+    return closer if problem.slack(closer) <= near else place  # no error is paid for a count that misses as well
+
+
+def _close_in(problem: Problem, place: Place, near: float) -> Place:
+    """Come as close to the limit as `near` where steps are coarse, with the least error.
+
+    Tries all places if they are few, else all pairs again and again. Only small networks come to this: where steps are
+    fine, filling has come close already.
+    """
+    end = problem.counted + _COUNTS
+    sizes = [len(option.widths) for option in problem.options]
+
+    def key(candidate: Place) -> tuple[float, float]:
+        return max(problem.slack(candidate), near), problem.error(candidate)
+
+    if math.prod(sizes) <= _COUNTS:
+        everything = itertools.product(*map(range, sizes))
+        return min((candidate for candidate in everything if problem.slack(candidate) >= 0), key=key)
+    while problem.counted < end:
+        pairs = itertools.takewhile(lambda _: problem.counted < end, _all_pairs(problem, place))
+        best = min(pairs, key=key, default=place)
+        if key(best) >= key(place):
+            break
+        place = fill(problem, best)
+    return place
+
+
+def _all_pairs(problem: Problem, place: Place) -> Iterator[Place]:
+    """Every exchange that meets the limit, small steps first. `place` must be full: not one step more fits."""
+    furthest = max(last - k for last, k in zip(problem.dense, place, strict=True))
+    for step in range(1, furthest + 1):
+        for up, down in itertools.permutations(range(len(place)), 2):
+            if place[up] + step <= problem.dense[up]:
+                raised = _at(place, {up: place[up] + step})
+                new = _at(raised, {down: _widest(problem, raised, down, 0)})
+                if problem.slack(new) >= 0:
+                    yield new

@@ -10,41 +10,33 @@ import typer
 
 import ispasp
 from ispasp.cli import options as o
-from ispasp.cli.alive import LOG
-from ispasp.cli.checks import warn, writable
-from ispasp.cli.grouped import grouped
+from ispasp.cli.data import load_sample
+from ispasp.cli.models import ModelOptions
 from ispasp.errors import InputError
 
 
-@grouped
+@o.grouped
 def export(
-    model: o.ModelOptions,
+    model: ModelOptions,
     path: Annotated[Path, typer.Argument(help="File to write, such as model.onnx.")],
-    reading: o.ReadingOptions,
-    data: o.Data = "random",
-    input_size: o.InputSize = "",
-    opset: Annotated[int | None, typer.Option(help="ONNX opset. Default: the exporter's.", min=1)] = None,
-    tolerance: Annotated[float, typer.Option(help="Largest relative error of onnxruntime's output.")] = 1e-4,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
+    sample: o.Sample,
+    opset: Annotated[int | None, o.option(None, "ONNX opset. Default: the exporter's.", min=1)] = None,
+    tolerance: Annotated[float, o.option(None, "Largest relative error of onnxruntime's output.")] = 1e-4,
+    force: Annotated[bool, o.option(None, "Overwrite an existing file.", "--force")] = False,
 ) -> None:
     """Write a model, dense or pruned, as ONNX, and check that onnxruntime computes the same."""
     if path.is_dir():
         raise InputError(f"{path} is a folder: pass a file in it, such as {path / 'model.onnx'}")
     if path.exists() and not force:
-        raise InputError(f"{path} exists: pass another file, or --force to write over it")
-    writable(path.parent, option="")
+        raise InputError(f"{path} exists: pass another file, or --force to overwrite it")
+    o.writable(path.parent, name="")
     loaded = model.load()
-    warn(loaded.warnings)
-    LOG.debug("exporting %s", model.model)
-    batch = o.one_batch(loaded, data, reading.wanted(input_size=input_size))
+    o.warn(loaded.warnings)
+    o.LOG.debug("exporting %s", model.model)
+    batch = load_sample(loaded, sample)
     error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance)
-    _check_opset(path, opset)
-    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); onnxruntime differs from torch by {error:.0e}")
-
-
-def _check_opset(path: Path, wanted: int | None) -> None:
-    """The exporter takes another opset where it cannot write the one asked for, and does not say so."""
     onnx = importlib.import_module("onnx")
     written = next(s.version for s in onnx.load(path, load_external_data=False).opset_import if not s.domain)
-    if wanted is not None and written != wanted:
-        warn([f"the exporter cannot write opset {wanted}: {path} has opset {written}."])
+    if opset not in (None, written):
+        o.warn([f"the exporter cannot write opset {opset}: {path} has opset {written}."])
+    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); onnxruntime differs from torch by {error:.0e}")

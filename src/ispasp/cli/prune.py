@@ -1,209 +1,306 @@
-"""`ispasp prune`: a smaller model, its plan, and a report to open."""
+"""`ispasp prune`: a smaller model, its plan, and a report."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+from torch import Tensor
+from torch.nn import functional
 
 import ispasp
-from ispasp.api.options import Options
-from ispasp.api.survey import KINDS
-from ispasp.cli import checks, choices, pruning
+from ispasp._keep import recipes
+from ispasp._options import Options, best_method
+from ispasp.budget import Macs, Params
 from ispasp.cli import options as o
-from ispasp.cli.amounts import amount, bytes_of, looks_at_the_task, method_of
-from ispasp.cli.grouped import grouped
-from ispasp.cli.scoring import Scorer, scorer
-from ispasp.cli.sources import Loaded, Wanted, dense_spec, load_data, runs
+from ispasp.cli.data import load_data
+from ispasp.cli.evaluate import scorer
+from ispasp.cli.loaded import Examples, Loaded, matched, runs
+from ispasp.cli.models import RESULT, ModelOptions, check_out, saved_folder, saved_result
+from ispasp.errors import InputError, SaveError
+from ispasp.report.html import html
+from ispasp.select import Selector, methods, selector
+from ispasp.train.objective import labels_of, logits_of
 
-_AMOUNT = "How much stays"
-_HOW = "How"
+_AMOUNT, _HOW = "How much stays", "How"
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def number(text: str) -> float | int:
+    """Parse a fraction or a count."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise InputError("pass a fraction such as 0.5, or a whole number") from error
+    is_count = text.strip().isdecimal() or (value > 1 and value.is_integer())
+    return int(value) if is_count else value
+
+
+def share(text: str) -> tuple[str, float | int]:
+    """Parse --keep: a glob, empty if there is none, and how much of it stays."""
+    pattern, equals, value = text.rpartition("=")
+    if equals and not (pattern and value):
+        raise InputError("pass GLOB=0.5, such as 'layer1.*=0.5'")
+    return pattern, number(value)
+
+
+def recipe_of(text: str) -> Any:
+    """Parse --recipe."""
+    if text not in recipes:
+        raise InputError(f"choose from {', '.join(recipes)}")
+    return recipes[text]
+
+
+def bytes_of(text: str) -> int:
+    """Parse a number of bytes: K, M, G, T are powers of 1,000, Ki, Mi, Gi, Ti of 1,024."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([kmgt]?)(i?)b?", text.strip().lower())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
+    if size < 1:
+        raise InputError("pass a number of bytes such as 500M or 2G")
+    return int(size)
+
+
+def method_of(text: str) -> str | Selector:
+    """Parse a method's name, with or without options."""
+    name, options = o.with_options(text)
+    if name == "auto":
+        return name
+    plain: Any = selector(name)
+    types, known = get_type_hints(type(plain)), [field.name for field in fields(plain)]
+    for key, value in options.items():
+        if key not in known:
+            raise InputError(f"{name} has no option {key!r}: it has {', '.join(known) or 'none'}")
+        if types[key] is bool:
+            if str(value).lower() not in _TRUTH:
+                raise InputError(f"{key} is {value!r}: pass {key}=true or {key}=false")
+            options[key] = _TRUTH[str(value).lower()]
+    return replace(plain, **options) if options else name
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmountOptions:
     """How much stays."""
 
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Fraction or number of units that stay in every hidden dimension (default 0.5), or GLOB=0.5; may be "
-            "repeated, the first glob that fits counts.",
-            rich_help_panel=_AMOUNT,
-        ),
-    ] = None
-    macs: Annotated[str, typer.Option(help="Fraction or number of MACs that stay.", rich_help_panel=_AMOUNT)] = ""
-    params: Annotated[str, typer.Option(help="Same for parameters.", rich_help_panel=_AMOUNT)] = ""
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help=f"A network of the paper: {', '.join(ispasp.recipes)}.",
-            autocompletion=choices.complete_recipe,
-            rich_help_panel=_AMOUNT,
-        ),
-    ] = ""
-    round_to: Annotated[
-        int | None, typer.Option(help="Widths become multiples of this, such as 8.", min=1, rich_help_panel=_AMOUNT)
-    ] = None
+    keep: list[Any] | None = o.opt(
+        None, _AMOUNT, "Units (0.5 by default; or a number), or GLOB=0.5; repeatable, first match counts.", parser=share
+    )
+    macs: Any = o.opt(None, _AMOUNT, "Fraction or number of MACs that stay.", parser=number)
+    params: Any = o.opt(None, _AMOUNT, "Fraction or number of parameters that stay.", parser=number)
+    recipe: Any = o.opt(
+        None,
+        _AMOUNT,
+        f"A network of the paper: {', '.join(recipes)}.",
+        parser=recipe_of,
+        autocompletion=o.completion(recipes),
+    )
+    round_to: int | None = o.opt(None, _AMOUNT, "Round widths to multiples of this, such as 8.", min=1)
 
-    def chosen(self) -> dict[str, Any]:
-        """As options of `ispasp.prune`."""
-        return {"keep": amount(self.keep or (), self.macs, self.params, self.recipe), "round_to": self.round_to}
+    def amount(self) -> Any:
+        """Return `keep=` of `ispasp.prune`: a number, globs, a budget or a recipe."""
+        names = ("keep", "macs", "params", "recipe")
+        given = [name for name in names if getattr(self, name) not in (None, [])]
+        if len(given) > 1:
+            raise InputError(f"--{' and --'.join(given)} together: pass one of --{', --'.join(names)}")
+        if self.macs is not None:
+            return Macs(self.macs)
+        if self.params is not None:
+            return Params(self.params)
+        if self.recipe is not None:
+            return self.recipe
+        rules = {pattern or "*": value for pattern, value in self.keep or [("", 0.5)]}
+        plain = self.keep is None or (len(rules) == 1 and not self.keep[0][0])
+        return rules["*"] if plain else rules
 
 
 @dataclass(frozen=True, kw_only=True)
 class HowOptions:
-    """How units are chosen and the others refitted."""
+    """How units are chosen and consumers refitted."""
 
-    method: Annotated[
-        str,
-        typer.Option(
-            help=f"One of {', '.join(ispasp.methods())}; with options as in ispasp:iterations=40,minibatches=true.",
-            autocompletion=choices.complete_method,
-            rich_help_panel=_HOW,
-        ),
-    ] = "ispasp"
-    compensate: Annotated[
-        choices.Compensate,
-        typer.Option(help="Refit consumers towards the dense network, or layer by layer.", rich_help_panel=_HOW),
-    ] = choices.Compensate.dense
-    order: Annotated[
-        choices.Order,
-        typer.Option(
-            help="From first to last layer, all in the dense network, or ranked together.", rich_help_panel=_HOW
-        ),
-    ] = choices.Order.sequential
-    refit: Annotated[
-        choices.Refit,
-        typer.Option(
-            help="What compensation refits: consumers of what is pruned, or all layers from there on.",
-            rich_help_panel=_HOW,
-        ),
-    ] = choices.Refit.consumers
-    ridge: Annotated[
-        float | None,
-        typer.Option(
-            help="Of compensation, relative to the variance of its inputs. Default: found on held-out examples.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None
-    memory: Annotated[
-        str,
-        typer.Option(
-            help="Bytes that waiting activations may take, such as 500M or 2G; beyond, batches are run again for every "
-            "layer. Default: no limit.",
-            rich_help_panel=_HOW,
-        ),
-    ] = ""
-    recalibrate: Annotated[
-        bool, typer.Option("--recalibrate", help="Estimate BatchNorm statistics anew.", rich_help_panel=_HOW)
-    ] = False
-    curves: Annotated[
-        bool,
-        typer.Option(
-            "--curves/--no-curves", help="Predict the error at other widths, for the report.", rich_help_panel=_HOW
-        ),
-    ] = True
+    method: Any = o.opt(
+        "auto",
+        _HOW,
+        f"auto, or one of {', '.join(methods())}; with options as in ispasp:iterations=40,minibatches=true.",
+        parser=method_of,
+        autocompletion=o.completion(["auto", *methods()]),
+    )
+    compensate: Literal["dense", "local", "none"] = o.opt(
+        "dense", _HOW, "Refit consumers to the dense network, or layer by layer."
+    )
+    order: Literal["sequential", "oneshot", "global"] = o.opt(
+        "sequential", _HOW, "Layer after layer, all layers from the dense network, or all units ranked together."
+    )
+    refit: Literal["consumers", "all"] = o.opt(
+        "consumers", _HOW, "Consumers of pruned units, or all layers after them."
+    )
+    ridge: float | None = o.opt(
+        None, _HOW, "Ridge of compensation, relative to its inputs' variance. Default: chosen on held-out data."
+    )
+    memory: Any = o.opt(
+        None,
+        _HOW,
+        "Bytes for waiting activations, such as 2G; beyond, batches run again for every layer.",
+        parser=bytes_of,
+    )
+    recalibrate: bool = o.opt(False, _HOW, "Re-estimate BatchNorm statistics.", "--recalibrate")
+    heal: bool = o.opt(False, _HOW, "Train the pruned model towards the dense one, without labels.", "--heal")
+    heal_time: float | None = o.opt(None, _HOW, "Seconds that --heal may take. Default: about 20 epochs.", min=1)
+    search: int = o.opt(0, _HOW, "Candidates that --macs and --params try beyond the curves.", min=0)
+    least: int = o.opt(1, _HOW, "Fewest units that --macs and --params leave; 0 lets residual branches go.", min=0)
+    curves: bool = o.opt(True, _HOW, "Predict the error at other widths, for the report.", "--curves/--no-curves")
 
-    def chosen(self) -> dict[str, Any]:
-        """As options of `ispasp.prune`."""
-        return {
-            "method": method_of(self.method),
-            "compensate": None if self.compensate is choices.Compensate.none else self.compensate.value,
-            "order": self.order.value,
-            "refit": self.refit.value,
-            "ridge": None if self.ridge is None else checks.finite("--ridge", self.ridge),
-            "memory": bytes_of("--memory", self.memory) if self.memory else None,
-            "recalibrate": self.recalibrate,
-        }
+    def chosen(self) -> str | Selector:
+        """Return the method, "auto" resolved."""
+        found: str | Selector = best_method(self.order) if self.method == "auto" else self.method
+        return found
 
-    def without_curves(self) -> str:
-        """Why there are no curves; empty if there are."""
-        if looks_at_the_task(method_of(self.method)):
-            return f"{self.method} looks at the task, so every width would take the loss anew: no curves were taken."
-        return "" if self.curves else "No curves were taken: --no-curves was passed."
+    def no_curves(self) -> str:
+        """Say why the report has no curves; empty if it has."""
+        method = selector(self.chosen())
+        if looks_at_the_task(method):
+            return f"{method.name} looks at the task, so every width would need the loss again: there are no curves."
+        return "" if self.curves else "There are no curves: --no-curves was passed."
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatOptions:
     """Which hidden dimensions."""
 
-    scope: o.Scope = choices.Scope.blocks
+    scope: o.Scope = "blocks"
     kinds: o.Kinds = o.ALL_KINDS
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Glob of what stays whole; may be repeated.", rich_help_panel=o.WHAT)
-    ] = None
-
-    def chosen(self) -> dict[str, Any]:
-        """As options of `ispasp.prune`."""
-        kinds = checks.some_of("--kinds", self.kinds, *KINDS)
-        return {"scope": self.scope.value, "kinds": kinds, "skip": tuple(self.skip or ())}
+    skip: list[str] | None = o.opt(None, o.WHAT, "Glob of what stays whole; repeatable.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """What to calibrate with, and what to judge with."""
+class DataOptions(o.Labelled):
+    """Data to calibrate with, and data to score on."""
 
-    data: o.Data
-    examples: o.ExampleCount = 256
+    examples: int = o.opt(256, o.DATA, "Calibration examples, spread over the data.", min=1)
     batch_size: o.BatchSize = 32
-    input_size: o.InputSize = ""
-    labels: o.Labels = ""
-    val: Annotated[
-        str,
-        typer.Option(
-            help="Data to score on before and after, as --data: top-1 accuracy of classifiers (with labels), "
-            "perplexity of causal language models (text).",
-            rich_help_panel=o.DATA,
-        ),
-    ] = ""
-    val_examples: Annotated[
-        int | None, typer.Option(help="Examples of --val, spread over it. Default: all.", min=1, rich_help_panel=o.DATA)
-    ] = None
-
-    def scorer(self, loaded: Loaded, wanted: Wanted) -> Scorer | None:
-        """What scores the model on --val, if that is given."""
-        if not self.val:
-            return None
-        held = load_data(self.val, loaded, wanted)
-        return scorer(loaded, held, self.batch_size, examples=self.val_examples)
+    input_size: o.InputSize = None
+    val: str = o.opt(
+        "", o.DATA, "Data to score on before and after: accuracy of classifiers, perplexity of causal language models."
+    )
+    val_examples: int | None = o.opt(None, o.DATA, "Examples of --val to use. Default: all.", min=1)
 
 
-@grouped
+@o.grouped
 def prune(
-    model: o.ModelOptions,
+    model: ModelOptions,
     data: DataOptions,
     amounts: AmountOptions,
     how: HowOptions,
     what: WhatOptions,
-    reading: o.ReadingOptions,
-    seed: o.Seed = 0,
     device: o.Device = "",
-    out: o.Out = Path("pruned"),
+    out: Annotated[Path, o.option(None, "Folder to write to.")] = Path("pruned"),
     force: o.Force = False,
     as_json: o.Json = False,
 ) -> None:
     """Prune a model with unlabelled data; write the model, plan.json, result.json and report.html."""
-    chosen = {**amounts.chosen(), **how.chosen(), **what.chosen()}
-    Options(**chosen)  # tells what does not go together before anything is loaded
-    wanted = reading.wanted(data.examples, input_size=data.input_size, labels=data.labels, seed=seed)
-    checks.writable(out, model=True, force=force)
-    loaded = model.load(seed)
-    found = load_data(data.data, loaded, wanted)
-    found = pruning.with_labels(loaded, found, chosen["method"], runs(loaded, found))
-    job = pruning.Job(loaded, found, chosen, data.examples, data.batch_size, data.scorer(loaded, wanted))
-    checks.warn((*loaded.warnings, *found.warnings))
-    without = how.without_curves()
-    result = job.run(device, curves=not without)
-    typed = {
-        "model": dense_spec(model.model, model.dense),
-        "weights": model.weights,
-        "data": data.data,
-        "val": data.val,
-        "seed": seed,
+    chosen = _chosen(amounts, how, what)
+    Options(**chosen)  # reports options that do not go together before anything is loaded
+    check_out(out, force=force)
+    loaded = model.load(data.seed)
+    found = _with_usable_labels(loaded, load_data(data.data, loaded, data), chosen["method"])
+    held = load_data(data.val, loaded, data) if data.val else None
+    judge = scorer(loaded, held, data.batch_size, examples=data.val_examples) if held else None
+    warnings = [*loaded.warnings, *found.warnings]
+    o.warn(warnings)
+    o.LOG.debug("pruning %s", loaded.spec)
+    o.move(loaded.model, device)
+    labelled = looks_at_the_task(chosen["method"]) and found.labels is not None
+    batches = found.loader(data.batch_size, numbers=found.some(data.examples), labelled=labelled)
+    without = how.no_curves()
+    loss = _loss if labelled else None
+    result = ispasp.prune_(
+        loaded.model, batches, loss=loss, examples=None, evaluate=judge, curves=not without, **chosen
+    )
+    warnings += [] if result.layers else ["Nothing was removed: pass a smaller --keep, or fewer --skip."]
+    told = json.loads(result.to_json()) | {"warnings": warnings, **({"no_curves": without} if without else {})}
+    told |= {"model": _dense(model), "command": shlex.join(["ispasp", *sys.argv[1:]])}
+    told["settings"] |= {name: getattr(data, name) for name in ("data", "val", "seed", "batch_size")}
+    told["settings"] |= {"weights": model.weights, "examples": min(data.examples, found.count)}
+    told["settings"] |= {"preprocessing": found.preprocessing.to_dict()} if found.preprocessing else {}
+    told["settings"] |= {"scored_on": judge.text} if judge else {}
+    _write(result, told, found, out)
+    _print(told, str(result), found, out, as_json=as_json)
+
+
+def _chosen(amounts: AmountOptions, how: HowOptions, what: WhatOptions) -> dict[str, Any]:
+    """Return the options as `ispasp.prune` takes them."""
+    same = {
+        name: getattr(how, name) for name in ("search", "least", "order", "refit", "ridge", "memory", "recalibrate")
     }
-    told = pruning.described(job, result, typed, without)
-    pruning.write(result, told, found, out)
-    pruning.tell(job, result, told, out, as_json=as_json)
+    return same | {
+        "keep": amounts.amount(),
+        "round_to": amounts.round_to,
+        "method": how.chosen(),
+        "heal": ispasp.Heal(time=how.heal_time) if how.heal or how.heal_time else None,
+        "compensate": None if how.compensate == "none" else how.compensate,
+        "scope": what.scope,
+        "kinds": what.kinds,
+        "skip": tuple(what.skip or ()),
+    }
+
+
+def _dense(model: ModelOptions) -> str:
+    """The name of the dense model; for a pruned folder --model, or what the folder was made from."""
+    folder = saved_folder(model.model)
+    return model.model if folder is None else model.dense or str(saved_result(folder)["model"])
+
+
+def _with_usable_labels(loaded: Loaded, found: Examples, method: str | Selector) -> Examples:
+    """Match labels to the model's outputs; labels that do not fit and are not needed are dropped with a warning."""
+    output = runs(loaded, found)
+    used = looks_at_the_task(method) or (found.classes and isinstance(output, Tensor))
+    if found.labels is None or not used:
+        return found
+    scores = logits_of(output)
+    if scores.ndim != 2:
+        return found
+    try:
+        return matched(found, scores.shape[1], loaded.names)
+    except InputError as error:
+        if "sensitivity" in selector(method).needs:
+            raise  # the method would look at these labels
+        return replace(found, labels=None, warnings=(*found.warnings, f"The labels are not used: {error}"))
+
+
+def _loss(output: Any, batch: Any) -> Tensor:
+    scores = logits_of(output)
+    return functional.cross_entropy(scores, labels_of(batch).to(scores.device))
+
+
+def _write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Path) -> None:
+    o.LOG.debug("writing %s", out)
+    ispasp.save(result, out)
+    try:
+        (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        (out / "report.html").write_text(html(told, result.curves), encoding="utf-8")
+        if found.tokenizer is not None:
+            found.tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise SaveError(f"cannot write to {out}: {error}") from error
+
+
+def _print(told: dict[str, Any], table: str, found: Examples, out: Path, *, as_json: bool) -> None:
+    """Print the table or JSON, then the data it rests on; beside JSON that goes to standard error."""
+    settings = told["settings"]
+    typer.echo(json.dumps(told, indent=2) if as_json else table)
+    typer.echo(f"calibrated with {settings['examples']:,} of {found.text}", err=as_json)
+    if found.preprocessing is not None:
+        typer.echo(f"images: {found.preprocessing}", err=as_json)
+    if "scored_on" in settings:
+        typer.echo(f"scored on {settings['scored_on']}", err=as_json)
+    o.warn(told["warnings"])
+    typer.echo(f"wrote {out / 'report.html'}, plan.json, model.safetensors and {RESULT}", err=as_json)
+
+
+def looks_at_the_task(method: str | Selector) -> bool:
+    """Whether a method looks at a loss, and so at labels where there are any."""
+    return bool({"sensitivity", "task"} & set(selector(method).needs))

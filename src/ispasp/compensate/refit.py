@@ -1,25 +1,26 @@
-"""Compensate one consumer: gather sums over all batches, solve, and put the new weight among the edits."""
+"""Refit one consumer: sums over all batches, a ridge fit, and the edits that store it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-from ispasp.calibrate.circuit import Edits
-from ispasp.calibrate.passage import Passage
-from ispasp.calibrate.readers import Reader
-from ispasp.compensate.slots import Slot
-from ispasp.compensate.solve import RIDGE, Fit, held_out, solve, squared_error
-from ispasp.compensate.sums import Halves, Sums, no_sums, sums_of
+from ispasp.compensate.solve import RIDGE, Fit, Halves, Sums, held_out, no_sums, solve, squared_error, sums_of
+from ispasp.engine.batches import real_rows
+from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller
+from ispasp.engine.runner import Cut, Edits, Runner
+from ispasp.engine.sites import Site
 from ispasp.errors import InputError
-from ispasp.graph.ops import Arguments, Form, along, bias_of, output_channels
-from ispasp.graph.tails import scale
-from ispasp.types import Consumer, ConvConsumer
-from ispasp.types.patches import patches
+from ispasp.graph.analyse import owner
+from ispasp.graph.ops import Form, along, bias_of, given_to, op_of, output_channels, scale, weight_operand, without_bias
+from ispasp.types import Consumer
+from ispasp.types.consumer import patches
+from ispasp.types.dimension import Kept
 
 _ENTRIES = 2**25  # of the patches that are laid out at once
 _ENOUGH = 10  # rows for every column
@@ -29,13 +30,89 @@ _ROUNDING = 1e-12  # of a difference of sums
 _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make good for a skip connection
 
 
+# Where a consumer's new weight and shift are stored ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Names of the tensors that take the weight and the shift; `why_not` says why there is none.
+
+    The shift goes into the layer's bias, else into the mean of a BatchNorm right after it, else into a bias that the
+    module gains.
+    """
+
+    weight: str = ""
+    shift: str = ""
+    into: Literal["bias", "norm", "new bias", ""] = ""
+    why_not: str = ""
+
+
+def slot(site: Site, graphs: TracedGraphs, model: nn.Module, tensors: Mapping[str, Tensor]) -> Slot:
+    """Find the slot of a site, if it is the same for all kinds of batches."""
+    found = {_slot(site, graph, model, tensors) for graph in graphs.every}
+    return found.pop() if len(found) == 1 else Slot(why_not="not all kinds of batches use it alike")
+
+
+def _slot(site: Site, graph: TracedGraph, model: nn.Module, tensors: Mapping[str, Tensor]) -> Slot:
+    node = graph.contractions[site.number]
+    given, operand, op = given_to(node), weight_operand(node, site.contraction.data), op_of(node)
+    name = _own(operand.get(given) if operand else None, graph, tensors)
+    if not name:
+        return Slot(why_not="its weight is shared or computed, not a parameter of its own")
+    if tensors[name].ndim != 2 and not (op is not None and op.channels == "conv"):
+        return Slot(why_not=f"its weight has {tensors[name].ndim} axes, not the two of a matrix")
+    bias, norm = bias_of(node, given), graph.tails[site.number].norm
+    if bias is not None:
+        shape = tuple(bias.meta["val"].shape) if isinstance(bias, fx.Node) else ()
+        usual = shape[-1:] == (math.prod(shape),) == tuple(node.meta["val"].shape[-1:])
+        if str(node.target) == "aten.addmm.default" and not usual:  # addmm takes all shapes that broadcast
+            return Slot(why_not="its bias is not one number for each output")
+        own = _own(bias, graph, tensors)
+        return Slot(name, own, "bias") if own else Slot(name, why_not="its bias is shared, and stays")
+    mean = _own(norm.args[3], graph, tensors) if norm is not None else ""
+    if mean:
+        return Slot(name, mean, "norm")
+    nowhere = Slot(name, why_not="its module has no place for a bias")
+    return Slot(name, f"{owner(name)}.bias", "new bias") if _can_hold(model, name, node) else nowhere
+
+
+def _own(node: object, graph: TracedGraph, tensors: Mapping[str, Tensor]) -> str:
+    """The tensor's name, if this is its only use under any name."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder" or len(node.users) != 1:
+        return ""
+    source = graph.trace.sources[node.name]
+    if source.kind not in ("parameter", "buffer"):
+        return ""
+    mine = tensors[source.name]
+    for other in graph.trace.graph.find_nodes(op="placeholder"):
+        at = graph.trace.sources[other.name]
+        if other is not node and at.kind == source.kind and tensors[at.name] is mine and other.users:
+            return ""
+    return source.name
+
+
+def _can_hold(model: nn.Module, weight: str, node: fx.Node) -> bool:
+    """Whether the module is a plain linear or convolution layer without a bias that runs its own forward."""
+    module = model.get_submodule(owner(weight))
+    by = caller(node, model)
+    if by is not module and not isinstance(by, nn.MultiheadAttention):  # that one reads its layer's bias itself
+        return False
+    plain = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d))
+    own_code = type(module).forward.__module__.startswith("torch.")
+    return plain and own_code and "bias" in module._parameters and module.bias is None
+
+
+# The refit -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Refit:
-    """What happened at one consumer: squared errors before and after compensation, what they relate to, a remark.
+    """What happened at one consumer: squared errors before and after, the squared size they relate to, and edits.
 
-    `held_out` is the squared error, on one half of the examples, of a fit to the other half, and what it relates to.
-    `wanted` is the number of examples that would do, where the ones given are too few for the fit. `rows` is how many
-    equations the examples make up: one for every token, or for every position of a convolution.
+    `held_out` is the squared error on one half of the examples of a fit to the other half, and what it relates to.
+    `wanted` is the number of examples that would do, where they are too few for the fit. `rows` counts the equations
+    that the examples make up: one for every token, or position of a convolution. `gained` is the module that gains a
+    bias.
     """
 
     before: float
@@ -46,6 +123,8 @@ class Refit:
     wanted: int = 0
     examples: int = 0
     rows: int = 0
+    edits: Edits = field(default_factory=Edits)
+    gained: str = ""
 
     @property
     def errors(self) -> tuple[float, float] | None:
@@ -56,16 +135,14 @@ class Refit:
 
     @property
     def steady(self) -> int:
-        """How many examples would do, where the error on held-out ones is far above that on the others; else 0.
+        """How many examples would do, where the held-out error is far above the other; else 0.
 
         A least-squares fit of p columns to n independent rows has 1 - p/n of the noise on these rows, and a fit to half
-        of them 1 + 2p/n on the other half. The ratio of both tells n/p, whatever the noise; rows that resemble each
-        other count as fewer. Ten rows for every column would do.
+        of them 1 + 2p/n on the other half. The ratio of both tells n/p, whatever the noise. Ten rows for every column
+        would do.
 
         >>> Refit(1.0, 0.16, 1.0, held_out=(0.4356, 1.0), examples=100).steady
         365
-        >>> Refit(1.0, 0.16, 1.0, held_out=(0.17, 1.0), examples=100).steady
-        0
         """
         if self.errors is None or self.errors[1] <= max(_SMALL, _FAR * self.errors[0]):
             return 0
@@ -75,7 +152,7 @@ class Refit:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Sums of the batches at one consumer, with what is needed of the consumer itself to solve for it."""
+    """Sums of the batches at one consumer, and the consumer they are solved for."""
 
     sums: Halves
     examples: int
@@ -88,57 +165,66 @@ class Gathered:
         return replace(other, sums=self.sums + other.sums, examples=self.examples + other.examples)
 
 
-def gather(reader: Reader, passages: Iterable[Passage], edits: Edits, *, dense: bool, first: int = 0) -> Gathered:
-    """Sums of inputs (the kept units) and targets over all batches, the number of the first one being `first`.
+def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense: bool, first: int = 0) -> Gathered:
+    """Sum inputs (the kept units) and targets over all batches, the number of the first one being `first`.
 
     The target is what the consumer gives with all units (`dense=False`), or what it gives in the dense twin plus what
     the skip connection it is added to lacks (`dense=True`).
     """
     found: Gathered | None = None
-    for number, passage in enumerate(passages, first):
-        arguments = passage.arguments(reader.number)
-        (form,) = reader.forms(arguments)
-        sums = _gather(reader, passage, form, arguments, edits, dense=dense)
-        _check(sums, reader, number)
-        examples = len(reader.activations(arguments))
-        part = Gathered(sums, examples, form, _bias(arguments, reader, form.consumer), passage.named)
+    for number, runner in enumerate(runners, first):
+        arguments = runner.arguments(site.number)
+        (form,) = site.forms(arguments)
+        sums, consumer = _gather(site, runner, form, cuts, dense=dense), form.consumer
+        whole = sums.whole
+        if not all(bool(torch.isfinite(total).all()) for total in (whole.x, whole.tt, whole.xx)):
+            names = ", ".join(map(repr, sorted(site.names)))
+            raise InputError(
+                f"hidden dimension {names}, read by {site.path}, batch {number}: activations hold NaN or Inf: "
+                "check the calibration data and the layers before, or run them in float32"
+            )
+        given: Tensor | None = bias_of(site.contraction.node, arguments)
+        bias = (consumer.weight.new_zeros(consumer.outputs) if given is None else given.detach()).double()
+        bias = bias.reshape(len(consumer.grouped_weight()), -1)
+        part = Gathered(sums, len(site.activations(arguments)), form, bias, runner.named)
         found = part if found is None else found + part
     assert found is not None  # noqa: S101  # there is at least one batch
     return found
 
 
-def _check(halves: Halves, reader: Reader, batch: int) -> None:
-    # One NaN or Inf in inputs or targets shows in these.
-    sums = halves.whole
-    if not all(bool(torch.isfinite(total).all()) for total in (sums.x, sums.tt, sums.xx)):
-        names = ", ".join(map(repr, sorted(reader.names)))
-        raise InputError(
-            f"hidden dimension {names}, read by {reader.path}, batch {batch}: activations hold NaN or Inf: "
-            "check the calibration data and the layers before, or run them in float32"
-        )
-
-
-def refit(reader: Reader, data: Gathered, edits: Edits, where: Slot, *, ridge: float | None = None) -> Refit:
-    """Fit the consumer's weight on the kept units to its target, and edit the network accordingly.
+def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge: float | None = None) -> Refit:
+    """Fit the consumer's weight on the kept units to its target.
 
     Without a `ridge` the one is taken that does best on held-out examples, and a fit that is worse there than none is
-    left alone.
+    not used.
     """
     s, b0 = data.sums.whole, data.bias
-    W0 = _matrix(_narrow(data.form.consumer, _kept(reader, edits, data.form.consumer)))
+    W0 = _narrow(data.form.consumer, cuts)[0].flatten(2)
     tried = held_out(data.sums, W0, b0, intercept=bool(where.into), ridge=ridge)
     chosen = ridge if ridge is not None else tried.ridge if tried else RIDGE
     fit = _stored(solve(s, W0, b0, intercept=bool(where.into), ridge=chosen), data, where)
     if ridge is None and tried and tried.after >= tried.before:
         fit = replace(fit, weight=W0.double(), bias=b0, after=fit.before, used=False)
-    if fit.used:
-        _write(reader, data, fit, where, edits)
     unseen = None
     if tried:
         error = tried.after if fit.used else tried.before
         unseen = error, sum(_size(half, b0) for half in tried.examined)
-    wanted = _wanted(data, W0.shape[-1])
-    return Refit(fit.before, fit.after, _size(s, b0), _note(fit, where), unseen, wanted, data.examples, int(s.n))
+    rows, columns = int(s.n), W0.shape[-1]
+    # ten rows for every column, where there is less than one: rows of one image or text resemble each other
+    wanted = math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
+    note = {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
+    return Refit(
+        fit.before,
+        fit.after,
+        _size(s, b0),
+        note if fit.used else "not compensated: no better fit",
+        unseen,
+        wanted,
+        data.examples,
+        rows,
+        _edits(site.number, data, fit, cuts, where) if fit.used else Edits(),
+        owner(where.weight) if fit.used and where.into == "new bias" else "",
+    )
 
 
 def _size(s: Sums, b0: Tensor) -> float:
@@ -147,13 +233,10 @@ def _size(s: Sums, b0: Tensor) -> float:
     return size if size > _ROUNDING * float(s.tt.sum()) else 0.0
 
 
-def _wanted(data: Gathered, columns: int) -> int:
-    """How many examples would give ten rows for every column of the fit, where there are fewer than one.
-
-    Rows of one image or text resemble each other, so that two for each column are not enough.
-    """
-    rows = float(data.sums.whole.n)
-    return math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
+def _shifted_mean(fit: Fit, data: Gathered, where: Slot) -> Tensor:
+    """The mean of the BatchNorm that takes the shift."""
+    mean = data.named(where.shift)
+    return (mean.double() - (fit.bias - data.bias).flatten()).to(mean.dtype)
 
 
 def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
@@ -163,128 +246,127 @@ def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
     dtype = data.form.consumer.weight.dtype
     W, b = fit.weight.to(dtype).double(), fit.bias
     if where.into == "norm":
-        mean = data.named(where.shift)
-        taken = mean.double() - (mean.double() - (b - data.bias).flatten()).to(mean.dtype).double()
+        taken = data.named(where.shift).double() - _shifted_mean(fit, data, where).double()
         b = data.bias + taken.reshape(b.shape)
     elif where.into:
         b = b.to(dtype).double()
     after = squared_error(data.sums.whole, W, b)
-    return replace(fit, weight=W, bias=b, after=after if (used := after < fit.before) else fit.before, used=used)
+    used = after < fit.before
+    return replace(fit, weight=W, bias=b, after=after if used else fit.before, used=used)
 
 
-def _note(fit: Fit, where: Slot) -> str:
-    if not fit.used:
-        return "not compensated: no better fit"
-    return {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
+def _narrow(consumer: Consumer, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor]:
+    """The grouped weight on the channels that stay, and these channels. Every group loses the same."""
+    whole = consumer.grouped_weight()
+    if not cuts:
+        return whole, torch.arange(consumer.channels, device=consumer.weight.device)
+    (only,) = cuts
+    kept = torch.nonzero(only.stays).flatten().to(consumer.weight.device)
+    return whole[:, :, kept[kept < whole.shape[2]]], kept
 
 
-def _kept(reader: Reader, edits: Edits, consumer: Consumer) -> Tensor:
-    """Channels of the consumer that stay."""
-    if reader.number not in edits.cuts:
-        return torch.arange(consumer.channels, device="cpu")
-    (only,) = edits.cuts[reader.number]
-    return torch.nonzero(only.stays).flatten()
-
-
-def _narrow(consumer: Consumer, kept: Tensor) -> Consumer:
-    """The consumer of the kept channels only."""
-    kept = kept.to(consumer.weight.device)
-    if not isinstance(consumer, ConvConsumer):
-        return replace(consumer, weight=consumer.weight[:, kept])
-    if consumer.geometry.transposed:
-        return replace(consumer, weight=consumer.weight[kept])
-    inner = kept[kept < consumer.weight.shape[1]]  # every group loses the same
-    return replace(consumer, weight=consumer.weight[:, inner])
-
-
-def _matrix(consumer: Consumer) -> Tensor:
-    """Its weight as (groups, O, K)."""
-    if isinstance(consumer, ConvConsumer):
-        return consumer.grouped_weight().flatten(2)
-    return consumer.weight[None]
-
-
-def _bias(arguments: Arguments, reader: Reader, consumer: Consumer) -> Tensor:
-    groups = consumer.geometry.groups if isinstance(consumer, ConvConsumer) else 1
-    given: Tensor | None = bias_of(reader.contraction.node, arguments)
-    if given is None:
-        given = consumer.weight.new_zeros(consumer.outputs)
-    return given.detach().double().reshape(groups, -1)
-
-
-def _gather(reader: Reader, passage: Passage, form: Form, arguments: Arguments, edits: Edits, *, dense: bool) -> Halves:
+def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], *, dense: bool) -> Halves:
     """Sums of the first and of the second half of one batch.
 
-    Every batch is halved, since batches come one after another and any of them may be the last. Which examples share a
-    half, and so the ridge that is chosen by them, depends a little on how the data are split into batches.
+    Every batch is halved, since any of them may be the last. So the ridge that is chosen by the halves depends a little
+    on how the data are split into batches.
     """
-    node = passage.circuit.contractions[reader.number]
-    kept = _kept(reader, edits, form.consumer)
-    small = _narrow(form.consumer, kept)
-    H = form.arrange(reader.activations(arguments))
-    T = passage.value(node, dense=dense, cut=False)
-    T = form.output(_with_skip(T, passage, reader.number) if dense else T)
-    if not isinstance(small, ConvConsumer):
+    W, kept = _narrow(form.consumer, cuts)
+    x = site.activations(runner.arguments(site.number))
+    H = form.arrange(x)
+    T = runner.value(runner.graph.contractions[site.number], dense=dense, cut=False)
+    T = form.output(_with_skip(T, runner, site.number) if dense else T)
+    if not form.consumer.kernel:
         H, T = H.reshape(-1, H.shape[-1]), T.reshape(-1, T.shape[-1])
+        real = real_rows(x, runner.padding)
+        if real is not None and real.numel() == len(H) and bool(real.any()):  # padding tokens do not count
+            H, T = H[real.flatten()], T[real.flatten()]
     H = H.index_select(1, kept.to(H.device))
     half = (len(H) + 1) // 2
-    return Halves(_sums(small, H[:half], T[:half]), _sums(small, H[half:], T[half:]))
+    return Halves(*(_sums(form.consumer, W, H[rows], T[rows]) for rows in (slice(half), slice(half, None))))
 
 
-def _sums(small: Consumer, H: Tensor, T: Tensor) -> Sums:
-    """Sums of some rows, a part of them laid out at a time."""
-    groups, out, columns = _matrix(small).shape
+def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor) -> Sums:
+    """Sums of some rows of the channels that W reads, a part of them laid out at a time."""
+    groups, out, columns = W.flatten(2).shape
+    small = replace(consumer, weight=consumer.ungrouped(W)) if columns else consumer
     rows = max(1, _ENTRIES // max(1, columns * math.prod(T.shape[2:]) * groups))
     total = no_sums(groups, columns, out, H.device)
     for h, t in zip(torch.split(H, rows), torch.split(T, rows), strict=True):
         if len(h):
-            total = total + sums_of(patches(small, h), _target(t, small))
+            targets = t.reshape(len(t), groups, out, -1).permute(1, 2, 0, 3).flatten(2)  # (g, O, N) as patches
+            X = patches(small, h) if columns else targets.new_zeros(groups, 0, targets.shape[-1])
+            total = total + sums_of(X, targets)
     return total
 
 
-def _target(t: Tensor, consumer: Consumer) -> Tensor:
-    """Outputs as (groups, O, N), N in the order of patches."""
-    if not isinstance(consumer, ConvConsumer):
-        return t.T[None]
-    g = consumer.geometry.groups
-    return t.reshape(t.shape[0], g, t.shape[1] // g, -1).permute(1, 2, 0, 3).flatten(2)
-
-
-def _with_skip(T: Tensor, passage: Passage, number: int) -> Tensor:
+def _with_skip(T: Tensor, runner: Runner, number: int) -> Tensor:
     """Add what the skip connection has lost, as seen through the BatchNorm in between."""
-    tail = passage.circuit.tails[number]
+    tail = runner.graph.tails[number]
     if tail.other is None:
         return T
-    lost: Tensor = passage.value(tail.other, dense=True) - passage.value(tail.other)
-    factor = scale(tail, passage.fixed)
+    lost: Tensor = runner.value(tail.other, dense=True) - runner.value(tail.other)
+    factor = scale(tail, runner.fixed)
     if factor is not None:
-        channel = output_channels(passage.circuit.contractions[number]) or 0
+        channel = output_channels(runner.graph.contractions[number]) or 0
         inverse = torch.where(factor.abs() > _FAINT * factor.abs().max(), 1 / factor, 0.0)
         lost = lost * along(inverse.to(lost.dtype), channel, lost.ndim)
     return T + lost
 
 
-def _write(reader: Reader, data: Gathered, fit: Fit, where: Slot, edits: Edits) -> None:
-    form, consumer = data.form, data.form.consumer
-    kept = _kept(reader, edits, consumer)
-    assert form.restore is not None  # noqa: S101  # a slot was found
-    kept = kept.to(consumer.weight.device)
-    dtype = consumer.weight.dtype
-    if isinstance(consumer, ConvConsumer):
-        whole = consumer.grouped_weight().clone()  # (g, O/g, C/g, *kernel)
-        inner = kept[kept < whole.shape[2]]
-        whole[:, :, inner] = fit.weight.to(dtype).reshape(*whole.shape[:2], len(inner), *whole.shape[3:])
-        whole = whole.transpose(1, 2) if consumer.geometry.transposed else whole
-        weight = whole.reshape(consumer.weight.shape)
-    else:
-        weight = consumer.weight.clone()
-        weight[:, kept] = fit.weight[0].to(dtype)
-    edits.tensors[where.weight] = form.restore(weight).contiguous()
-    shift = (fit.bias - data.bias).flatten()
+def _edits(number: int, data: Gathered, fit: Fit, cuts: Sequence[Cut], where: Slot) -> Edits:
+    """The new weight and shift, where the slot stores them."""
+    consumer, dtype = data.form.consumer, data.form.consumer.weight.dtype
+    whole = consumer.grouped_weight().clone()  # (g, O/g, C/g, *kernel)
+    _, kept = _narrow(consumer, cuts)
+    inner = kept[kept < whole.shape[2]]
+    whole[:, :, inner] = fit.weight.to(dtype).reshape(whole[:, :, inner].shape)
+    tensors = {where.weight: _restored(data.form, whole)}
     if where.into == "bias":
-        edits.tensors[where.shift] = fit.bias.to(dtype).reshape(data.named(where.shift).shape)
+        tensors[where.shift] = fit.bias.to(dtype).reshape(data.named(where.shift).shape)
     elif where.into == "norm":
-        mean = data.named(where.shift)
-        edits.tensors[where.shift] = (mean.double() - shift).to(mean.dtype)
-    elif where.into == "new bias":
-        edits.biases[reader.number] = fit.bias.flatten().to(dtype)
+        tensors[where.shift] = _shifted_mean(fit, data, where)
+    biases = {number: fit.bias.flatten().to(dtype)} if where.into == "new bias" else {}
+    return Edits(tensors=tensors, biases=biases)
+
+
+def _restored(form: Form, weight: Tensor) -> Tensor:
+    """A grouped weight as the op's own argument."""
+    assert form.restore is not None  # noqa: S101  # a slot was found
+    return form.restore(form.consumer.ungrouped(weight)).contiguous()
+
+
+# Without a refit -------------------------------------------------------------------------------------------------
+
+
+def unfitted(site: Site, runner: Runner, factors: Mapping[str, Sequence[float]], kept: Kept, where: Slot) -> Refit:
+    """What a consumer loses on one batch without a refit, before and after the method's own factors."""
+    node, edits, note = runner.graph.contractions[site.number], Edits(), ""
+    whole, cut = runner.value(node, cut=False), runner.value(node)
+    linear = without_bias(node, whole, runner.arguments(site.number))
+    before = after = _squared(whole - cut)
+    if factors and where.weight:
+        edits = Edits(tensors={where.weight: _rescaled(site, runner, factors, kept)})
+        after = _squared(whole - runner.branch(runner.edits | edits).value(node))
+    elif factors:
+        note = f"not rescaled: {where.why_not}"
+    return Refit(before, after, _squared(linear), note, edits=edits)
+
+
+def _rescaled(site: Site, runner: Runner, factors: Mapping[str, Sequence[float]], kept: Kept) -> Tensor:
+    """The weight in which each kept unit is multiplied by the factor that the method gave it."""
+    arguments = runner.arguments(site.number)
+    (form,) = site.forms(arguments)
+    ((_, seen),) = site.products(list(factors), arguments, None)
+    whole = form.consumer.grouped_weight()  # (g, O/g, C/g, *kernel)
+    by_channel = torch.ones(form.consumer.channels, dtype=torch.float64, device=whole.device)
+    for name, values in factors.items():
+        unit_of = seen[name].unit_of()
+        by_unit = torch.ones(int(unit_of.max()) + 1, dtype=torch.float64, device=unit_of.device)
+        by_unit[list(kept[name])] = by_unit.new_tensor(values)
+        by_channel *= torch.where(unit_of >= 0, by_unit[unit_of.clamp(min=0)], 1.0)
+    return _restored(form, whole * by_channel.to(whole.dtype).reshape(len(whole), 1, -1, *(1,) * (whole.ndim - 3)))
+
+
+def _squared(x: Tensor) -> float:
+    return float(x.double().square().sum())

@@ -1,21 +1,107 @@
-"""Ridge least squares for a consumer's weight and bias."""
+"""Ridge least squares for a consumer's weight and bias, from second moments that add."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-
-from ispasp.compensate.sums import Halves, Sums
 
 RIDGE = 1e-4
 _RIDGES = (RIDGE, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MANY = 4  # rows for every column: then one half tells enough
 _OUTPUTS = 128  # of a layer, at most, that a ridge is chosen by
 _ROUNDING = 1e-13  # of a variance, relative to the mean square: that of a constant in float32
+_COLUMNS = 8192  # columns in one product: short sums stay accurate in float32, the total is in float64
+_TINY = 1e-20  # a mean square; deviations from such a mean have squares that float32 can hardly hold
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over columns of inputs X (groups, K, N) and targets T (groups, O, N), in float64; they merge with `+`."""
+
+    n: Tensor  # ()
+    x: Tensor  # (g, K)
+    t: Tensor  # (g, O)
+    xx: Tensor  # (g, K, K)
+    tx: Tensor  # (g, O, K)
+    tt: Tensor  # (g, O)
+
+    def __add__(self, other: Sums) -> Sums:
+        """Merge two parts of the data."""
+        return Sums(*(a + b for a, b in zip(self.tensors().values(), other.tensors().values(), strict=True)))
+
+    def outputs(self, every: int) -> Sums:
+        """Sums of every so-many-th output."""
+        return replace(self, t=self.t[:, ::every], tx=self.tx[:, ::every], tt=self.tt[:, ::every])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name, for adding over machines."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """Sums of two halves of the examples: what is fitted to one can be measured on the other."""
+
+    first: Sums
+    second: Sums
+
+    def __add__(self, other: Halves) -> Halves:
+        """Merge two parts of the data, half by half."""
+        return Halves(self.first + other.first, self.second + other.second)
+
+    @property
+    def whole(self) -> Sums:
+        """Sums of all examples."""
+        return self.first + self.second
+
+
+def no_sums(groups: int, K: int, out: int, device: torch.device) -> Sums:
+    """Sums of no columns."""
+    sizes = ((), (groups, K), (groups, out), (groups, K, K), (groups, out, K), (groups, out))
+    return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
+
+
+def sums_of(X: Tensor, T: Tensor) -> Sums:
+    """Sums of one batch. X (groups, K, N), T (groups, O, N).
+
+    Products of float32 are taken in float32, a few thousand columns at a time, and added up in float64; float16 and
+    bfloat16 are widened before. Where float32 cannot hold the squares everything is taken in float64.
+    """
+    if X.dtype not in (torch.float32, torch.float64):
+        X = X.float()
+    with torch.autocast(X.device.type, enabled=False):  # it would round float32 to half precision
+        total = _sums(X, T, X.dtype)
+        if X.dtype is torch.float32 and not _in_range(total):
+            total = _sums(X, T, torch.float64)
+    return total
+
+
+def _sums(X: Tensor, T: Tensor, dtype: torch.dtype) -> Sums:
+    (g, K, N), out = X.shape, T.shape[1]
+    total = no_sums(g, K, out, X.device)
+    total.n.fill_(N)
+    for start in range(0, N, _COLUMNS):
+        A, B = (values[..., start : start + _COLUMNS].to(dtype) for values in (X, T))
+        n, a, b = A.shape[-1], A.mean(-1), B.mean(-1)
+        A, B = A - a[..., None], B - b[..., None]  # products of deviations: means may be much larger
+        a, b = a.double(), b.double()
+        total.x.add_(n * a)
+        total.t.add_(n * b)
+        total.xx.add_(A @ A.mT).add_(n * a[..., :, None] * a[..., None, :])
+        total.tx.add_(B @ A.mT).add_(n * b[..., :, None] * a[..., None, :])
+        total.tt.add_(B.square().sum(-1)).add_(n * b.square())
+    return total
+
+
+def _in_range(total: Sums) -> bool:
+    """Whether squares of inputs and of targets are neither too large nor too small for float32."""
+    squares = [total.xx.diagonal(dim1=-2, dim2=-1), total.tt]
+    largest = torch.stack([each.max() for each in squares if each.numel()]) / total.n  # no inputs at width zero
+    return bool(((largest > _TINY) & torch.isfinite(largest)).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,51 +124,37 @@ def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: flo
 
     The ridge pulls towards the weight as it was, W0 (groups, O, K), so that directions the data say nothing about stay.
     lambda is `ridge` times the mean variance of the inputs: scaling the data changes nothing. b0 (groups, O).
-
-    >>> from ispasp.compensate.sums import sums_of
-    >>> X = torch.randn(1, 3, 100, dtype=torch.float64); W = torch.ones(1, 2, 3).double()
-    >>> fit = solve(sums_of(X, W @ X + 5.0), 0 * W, torch.zeros(1, 2).double(), ridge=1e-9)
-    >>> torch.allclose(fit.weight, W) and torch.allclose(fit.bias, torch.full((1, 2), 5.0).double())
-    True
     """
     W0, b0 = W0.double(), b0.double()
     before = squared_error(s, W0, b0)
-    W, b = _normal(s, W0, b0, intercept=intercept).at(ridge)
+    W, b = _fits(s, W0, b0, intercept=intercept)(ridge)
     after = squared_error(s, W, b)
     return Fit(W, b, before, after, used=True) if after < before else Fit(W0, b0, before, before, used=False)
 
 
-@dataclass(frozen=True, eq=False)
-class _Normal:
-    """The normal equations (W - W0) (G + lambda) = C - W0 G, to be solved for any ridge."""
-
-    s: Sums
-    W0: Tensor  # (g, O, K)
-    b0: Tensor  # (g, O)
-    G: Tensor  # (g, K, K)
-    rest: Tensor  # (g, O, K), C - W0 G
-    intercept: bool
-
-    def at(self, ridge: float) -> tuple[Tensor, Tensor]:
-        """Weight and bias."""
-        s, G = self.s, self.G
-        size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
-        varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs tell of the shift only
-        ridged = G.clone()
-        ridged.diagonal(dim1=-2, dim2=-1).add_((ridge * torch.where(varies, size, 1.0))[:, None])
-        factor, info = torch.linalg.cholesky_ex(ridged)
-        step = torch.cholesky_solve(self.rest.mT, factor).mT
-        W = self.W0 + torch.where((varies & (info == 0))[:, None, None], step, 0.0)
-        return W, (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if self.intercept else self.b0
+_Path = Callable[[float], tuple[Tensor, Tensor]]  # ridge -> weight (g, O, K) and bias (g, O)
 
 
-def _normal(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool) -> _Normal:
+def _fits(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool) -> _Path:
+    """The solutions of the normal equations (W - W0) (G + lambda) = C - W0 G, for any ridge."""
     if intercept:  # centred: the bias takes the means
         G = s.xx - s.x[..., :, None] * s.x[..., None, :] / s.n
         C = s.tx - s.t[..., :, None] * s.x[..., None, :] / s.n
     else:
         G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
-    return _Normal(s, W0, b0, G, C - W0 @ G, intercept)
+    rest = C - W0 @ G  # (g, O, K)
+    size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
+    varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs tell of the shift only
+
+    def at(ridge: float) -> tuple[Tensor, Tensor]:
+        ridged = G.clone()
+        ridged.diagonal(dim1=-2, dim2=-1).add_((ridge * torch.where(varies, size, 1.0))[:, None])
+        factor, info = torch.linalg.cholesky_ex(ridged)
+        step = torch.cholesky_solve(rest.mT, factor).mT
+        W = W0 + torch.where((varies & (info == 0))[:, None, None], step, 0.0)
+        return W, (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if intercept else b0
+
+    return at
 
 
 @dataclass(frozen=True)
@@ -104,24 +176,23 @@ def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: 
     Larger ones are tried for as long as they help: with few examples much of a fit is noise. Where rows are few the
     halves change places as well, for a steadier answer. None if one half is empty.
     """
-    if not halves.both:
+    first, second = halves.first, halves.second
+    if not (first.n > 0 and second.n > 0):
         return None
     W0, b0 = W0.double(), b0.double()
-    pairs = [(halves.first, halves.second), (halves.second, halves.first)]
-    if float(halves.first.n + halves.second.n) > _MANY * W0.shape[-1]:
-        pairs = pairs[:1]
+    pairs = [(first, second), (second, first)][: 1 if float(first.n + second.n) > _MANY * W0.shape[-1] else 2]
     chosen = _best_ridge(pairs, W0, b0, intercept=intercept) if ridge is None else ridge
-    before = sum(squared_error(other, W0, b0) for _, other in pairs)
-    fits = [_normal(half, W0, b0, intercept=intercept) for half, _ in pairs]
-    after = _errors_at(chosen, fits, pairs)
-    return HeldOut(chosen, before, after, tuple(other for _, other in pairs))
+    fits = [_fits(half, W0, b0, intercept=intercept) for half, _ in pairs]
+    examined = tuple(other for _, other in pairs)
+    before = sum(squared_error(other, W0, b0) for other in examined)
+    return HeldOut(chosen, before, _errors_at(chosen, fits, pairs), examined)
 
 
 def _best_ridge(pairs: Sequence[tuple[Sums, Sums]], W0: Tensor, b0: Tensor, *, intercept: bool) -> float:
     """The ridge with the least error on held-out examples; some of the outputs are enough to tell."""
     every = -(-W0.shape[1] // _OUTPUTS)
     pairs = [(half.outputs(every), other.outputs(every)) for half, other in pairs]
-    fits = [_normal(half, W0[:, ::every], b0[:, ::every], intercept=intercept) for half, _ in pairs]
+    fits = [_fits(half, W0[:, ::every], b0[:, ::every], intercept=intercept) for half, _ in pairs]
     best, least = _RIDGES[0], math.inf
     for ridge in _RIDGES:
         error = _errors_at(ridge, fits, pairs)
@@ -131,18 +202,12 @@ def _best_ridge(pairs: Sequence[tuple[Sums, Sums]], W0: Tensor, b0: Tensor, *, i
     return best
 
 
-def _errors_at(ridge: float, fits: Sequence[_Normal], pairs: Sequence[tuple[Sums, Sums]]) -> float:
-    return sum(squared_error(other, *fit.at(ridge)) for fit, (_, other) in zip(fits, pairs, strict=True))
+def _errors_at(ridge: float, fits: Sequence[_Path], pairs: Sequence[tuple[Sums, Sums]]) -> float:
+    return sum(squared_error(other, *fit(ridge)) for fit, (_, other) in zip(fits, pairs, strict=True))
 
 
 def squared_error(s: Sums, W: Tensor, b: Tensor) -> float:
-    """||T - W X - b||^2 from sums.
-
-    >>> from ispasp.compensate.sums import sums_of
-    >>> s = sums_of(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0, 5.0]]]))
-    >>> squared_error(s, torch.tensor([[[2.0]]]).double(), torch.tensor([[0.5]]).double())
-    0.5
-    """
+    """||T - W X - b||^2 from sums."""
     quadratic = (s.tt - 2 * (W * s.tx).sum(-1) + ((W @ s.xx) * W).sum(-1)).sum()
     linear = (b * (s.n * b - 2 * s.t + 2 * (W * s.x[..., None, :]).sum(-1))).sum()
     return max(float(quadratic + linear), 0.0)

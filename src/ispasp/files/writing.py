@@ -1,4 +1,4 @@
-"""Write files whole or not at all, to the same bytes every time."""
+"""Write files whole or not at all, and the same bytes every time."""
 
 from __future__ import annotations
 
@@ -21,21 +21,43 @@ except ImportError:  # pragma: no cover  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX = ".ispasp-"
-_OLD = 24 * 3600.0  # seconds after which remains are nobody's, where locks cannot tell
+_OLD = 24 * 3600.0  # seconds after which remains are removed without a lock
 
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Path]:
-    """A fresh folder inside `folder`, removed at the end. Remains of killed processes are removed first."""
-    with _lock(folder) as handle:
-        _clean(folder, alone=_alone(handle))
-        _share(handle)
+    """A fresh folder inside `folder`, removed at the end. What killed processes left there is removed first."""
+    handle = None
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    try:
+        # A shared lock marks a workspace in use. While we hold it alone, nobody else has one.
+        alone = _locked(handle, exclusive=True)
+        for path in folder.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                if alone or time.time() - path.lstat().st_mtime > _OLD:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        _locked(handle, exclusive=False)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder, ignore_cleanup_errors=True) as fresh:
             yield Path(fresh)
+    finally:
+        if handle is not None:
+            os.close(handle)  # and with it the lock; the system does so if the process dies
+
+
+def _locked(handle: int | None, *, exclusive: bool) -> bool:
+    """Lock the folder if the file system can. An exclusive lock fails while others hold a shared one."""
+    if handle is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    except OSError:
+        return False
+    return True
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, on the disk."""
+    """Make a folder and its parents, and sync them to the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -43,7 +65,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """A new file that is on the disk, not only in its cache."""
+    """Write a file and sync it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -51,15 +73,15 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A new safetensors file, on the disk. The same tensors and metadata are the same bytes."""
+    """Write a safetensors file and sync it to the disk. The same tensors and metadata give the same bytes."""
     path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # what the umask leaves; safetensors makes private files
+    mode = stat.S_IMODE(path.stat().st_mode)  # by the umask; safetensors makes private files
     save_file(dict(tensors), path, dict(metadata))
     path.chmod(mode)
     with path.open("rb+") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))  # safetensors shuffles them
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))  # safetensors shuffles it
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         if len(text) > size:
             raise ValueError("safetensors wrote its header in another way than expected")
@@ -70,55 +92,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def publish(fresh: Path, path: Path) -> None:
-    """Put a file in its place in one step that survives a loss of power."""
-    os.replace(fresh, path)  # noqa: PTH105  # one system call, and told apart from other renames in tests
+    """Rename a file in one step that survives a loss of power."""
+    os.replace(fresh, path)  # noqa: PTH105  # one system call; tests patch it
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk, where the system can."""
+    """Sync the entries of a folder to the disk, if the system can."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[int | None]:
-    """A handle on the folder for `_alone` and `_share`. The system lets go of it when the process ends."""
-    handle = None
-    if fcntl is not None:
-        with suppress(OSError):
-            handle = os.open(folder, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _alone(handle: int | None) -> bool:
-    """Whether no other workspace in the folder is alive; none can be made until `_share`."""
-    if handle is None:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by others, or a file system without locks
-        return False
-    return True
-
-
-def _share(handle: int | None) -> None:
-    if handle is not None:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_SH)
-
-
-def _clean(folder: Path, *, alone: bool) -> None:
-    """Remove what killed processes have left: all of it where nobody else writes, else what is old."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if alone or time.time() - path.lstat().st_mtime > _OLD:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

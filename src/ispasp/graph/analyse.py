@@ -1,26 +1,27 @@
-"""From a model and a batch to its hidden dimensions, as far as the graph alone can tell."""
+"""From a model and a batch to its hidden dimensions and their cost, as far as the graph alone can tell."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from torch import fx, nn
 
-import ispasp.graph.rules  # noqa: F401  # fills the table of rules
 from ispasp.errors import TraceError
-from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, freeze, freeze_atom, new_axis, resolve
-from ispasp.graph.trace import Batch, Trace, trace
-from ispasp.graph.track import Tracker
-from ispasp.graph.values import Contraction, Value
-from ispasp.types.layout import Extent
+from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, atoms_of, freeze, freeze_atom, length, new_axis, resolve
+from ispasp.graph.trace import Batch, Trace, call_arguments, trace
+from ispasp.graph.track import Contraction, Tracker, Value, shape_of
+from ispasp.types.dimension import Cost, Extent, Kept, full_length, kept_length, names_in
 
 _BY_MODE = re.compile(r"\bif\b.*\btraining\b")
+_SAME_AXES = re.compile(r"checkpoint|drop\w*\s*=[^=].*\bif\b.*\btraining\b.*\belse\b")  # or only a rate of dropout
 _TRAINING_ONLY = "is used in training only: it is cut to fit what it reads, and loses no units of its own"
 _NEVER = "is not used by the example call: it stays as it is"
 
@@ -74,31 +75,28 @@ def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analy
     holds for all. The training path is tracked as well where it may differ from the one in eval mode.
     """
     everything = _values(model)
-    tracker = tracked(trace(model, batch), everything)
-    others = tuple(tracked(trace(model, each), everything) for each in also)
-    by_mode = _may_differ_in_training(model, everything, (tracker, *others))
-    training = _in_training(model, batch, everything) if by_mode else None
+    tracker, *others = (Tracker(trace(model, each), everything) for each in (batch, *also))
+    reached = _used(everything, (tracker, *others))
+    by_mode = _may_differ_in_training(model, everything, reached)
+    training = None
+    if by_mode:
+        with suppress(TraceError):  # surgery is tried in training mode in any case
+            training = Tracker(trace(model, batch, training=True), everything)
     walks = (tracker, *others, *([training] if training else []))
     tensors = _used(everything, walks)
     for other in others:
-        freeze_unmatched(tracker, other)
+        _freeze_unmatched(tracker, other)
     _choose_factors(walks, tensors)
     found = _collect(tracker)
-    frozen = (*_frozen(tracker, tensors), *_unreached(model, everything, (tracker, *others), training))
-    known = Analysis(tracker.trace, tracker, tensors, found, frozen, {}, others, training, by_mode)
+    trained = _used(everything, [training]) if training else {}
+    frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, trained))
+    known = Analysis(tracker.trace, tracker, tensors, found, frozen, {}, tuple(others), training, by_mode)
     return known.naming(found)
-
-
-def tracked(traced: Trace, tensors: Mapping[str, Value]) -> Tracker:
-    """Walk a trace with these axes of the model's parameters and buffers."""
-    tracker = Tracker(traced, tensors)
-    tracker.walk()
-    return tracker
 
 
 def retracked(model: nn.Module, traced: Trace) -> Tracker:
     """Walk a trace of the model with fresh axes."""
-    return tracked(traced, _values(model))
+    return Tracker(traced, _values(model))
 
 
 def _values(model: nn.Module) -> dict[str, Value]:
@@ -108,8 +106,7 @@ def _values(model: nn.Module) -> dict[str, Value]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if id(tensor) not in by_identity:
-            axes = tuple(new_axis(size) for size in tensor.shape)
-            by_identity[id(tensor)] = Value(axes, frozenset([name]))
+            by_identity[id(tensor)] = Value(tuple(map(new_axis, tensor.shape)), frozenset([name]))
         values[name] = by_identity[id(tensor)]
     return values
 
@@ -134,7 +131,7 @@ def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
     found: dict[int, fx.Node] = {}
     for number, contraction in enumerate(main.contractions):
         key = _key(contraction)
-        if len(again.get(key, ())) == count[key]:  # else nobody can tell which use is which
+        if len(again.get(key, ())) == count[key]:  # else no use can be told from another
             found[number] = again[key][seen[key]]
             seen[key] += 1
     return found
@@ -144,50 +141,42 @@ def _key(contraction: Contraction) -> Any:
     return contraction.parameters, contraction.kind, contraction.data, contraction.dims, str(contraction.node.target)
 
 
-def freeze_unmatched(main: Tracker, other: Tracker) -> None:
+def _freeze_unmatched(main: Tracker, other: Tracker) -> None:
     """Freeze what is read where only one of two walks goes: statistics and masks are the first walk's."""
     both = matches(main, other)
-    alike = set(both.values())
     only = [c for n, c in enumerate(main.contractions) if n not in both]
-    only += [c for c in other.contractions if c.node not in alike]
+    only += [c for c in other.contractions if c.node not in both.values()]
     for contraction in only:
         where = ", ".join(_paths(contraction))
         for axis in contraction.contracted:
             freeze(axis, Reason(f"is read by {where} for some kinds of batches only", contraction.node.name))
 
 
-def _may_differ_in_training(model: nn.Module, tensors: Mapping[str, Value], walks: Sequence[Tracker]) -> bool:
-    """Whether there are parameters that eval mode never reads, or code that asks for the mode."""
+def _may_differ_in_training(model: nn.Module, tensors: Mapping[str, Value], read: Collection[str]) -> bool:
+    """Whether eval mode leaves a saved tensor with axes unread, or code asks for the mode."""
+    unread = {name for name, value in tensors.items() if value.axes and name not in read}
+    for path, module in model.named_modules(remove_duplicate=False):
+        unread -= {f"{path}.{name}".removeprefix(".") for name in module._non_persistent_buffers_set}
     classes: set[Any] = {type(module) for module in model.modules()}
-    return len(_used(tensors, walks)) < len(tensors) or any(_asks_for_training(cls) for cls in classes)
-
-
-def _in_training(model: nn.Module, batch: Batch, tensors: Mapping[str, Value]) -> Tracker | None:
-    """The walk of the training path, if it can be traced; if not, surgery is tried in training mode all the same."""
-    try:
-        return tracked(trace(model, batch, training=True), tensors)
-    except TraceError:
-        return None
+    return bool(unread) or any(map(_asks_for_training, classes))
 
 
 @cache
 def _asks_for_training(cls: Any) -> bool:
-    """Whether the code of a module decides by its training mode; torch's own layers keep their axes in either."""
+    """Whether the code of a module branches on its training mode; torch's own layers keep their axes in either."""
     if cls.__module__.startswith("torch.nn."):
         return False
     try:
         lines = inspect.getsource(cls).splitlines()
     except (OSError, TypeError):
         return True
-    return any(_BY_MODE.search(line) and "checkpoint" not in line for line in lines)
+    return any(_BY_MODE.search(line) and not _SAME_AXES.search(line) for line in lines)
 
 
 def _unreached(
-    model: nn.Module, tensors: Mapping[str, Value], walks: Sequence[Tracker], training: Tracker | None
-) -> list[tuple[str, Reason]]:
-    """Modules none of whose parameters the traces in eval mode read, the outermost of each."""
-    reached = _used(tensors, walks)
-    trained = _used(tensors, [training]) if training else {}
+    model: nn.Module, reached: Mapping[str, Value], trained: Mapping[str, Value]
+) -> Iterator[tuple[str, Reason]]:
+    """The outermost modules none of whose parameters the traces in eval mode read."""
     left: dict[str, Reason] = {}
     for name, _ in model.named_parameters():
         if name in reached:
@@ -195,116 +184,154 @@ def _unreached(
         parts = owner(name).split(".")
         paths = [".".join(parts[: k + 1]) for k in range(len(parts))]
         path = next((p for p in paths if not any(n.startswith(f"{p}.") for n in reached)), owner(name)) or name
-        why = _TRAINING_ONLY if name in trained else _NEVER
-        left.setdefault(path, Reason(why))
-    return list(left.items())
+        left.setdefault(path, Reason(_TRAINING_ONLY if name in trained else _NEVER))
+    yield from left.items()
 
 
-def _every_axis(walks: Iterable[Tracker], tensors: Mapping[str, Value]) -> Iterable[Axis]:
-    for value in tensors.values():
-        yield from value.axes
-    for tracker in walks:
-        for contraction in tracker.contractions:
-            yield from (*contraction.contracted, *contraction.made)
-        for node, value in tracker.values.items():
-            if node.op == "call_function" and isinstance(value, Value):
-                yield from value.axes
+# Hidden dimensions --------------------------------------------------------------------------------------------------
 
 
 def _choose_factors(walks: Sequence[Tracker], tensors: Mapping[str, Value]) -> None:
     """Of a product only one factor may lose units: heads before others, then the one with the most units."""
-    axes = list(_every_axis(walks, tensors))
+    values = [*tensors.values()]
+    for walk in walks:
+        values += [v for node, v in walk.values.items() if node.op == "call_function" and isinstance(v, Value)]
+    axes = [axis for value in values for axis in value.axes]
+    axes += [axis for walk in walks for c in walk.contractions for axis in (*c.contracted, *c.made)]
     for axis in axes:
         resolve(axis)  # may freeze concatenations inside products
     for axis in axes:
         for segment in resolve(axis):
             live = [atom for atom in segment if atom.frozen is None and atom.size != UNKNOWN]
-            if len(live) > 1:
-                best = max(live, key=lambda atom: (atom.head, atom.size if not atom.head else 0))
-                for atom in live:
-                    if atom is not best:
-                        freeze_atom(atom, Reason("another factor of the same axis counts the units"))
+            best = max(live, key=lambda atom: (atom.head, 0 if atom.head else atom.size), default=None)
+            for atom in live:
+                if atom is not best:
+                    freeze_atom(atom, Reason("another factor of the same axis counts the units"))
 
 
 def owner(parameter: str) -> str:
-    """Path of the module that holds a parameter, whatever parametrizations stand between.
-
-    >>> owner("layer.0.conv.weight"), owner("conv.parametrizations.weight.original1"), owner("scale")
-    ('layer.0.conv', 'conv', '')
-    """
-    return (
-        parameter.split(".parametrizations.", maxsplit=1)[0]
-        if ".parametrizations." in parameter
-        else parameter.rpartition(".")[0]
-    )
+    """Path of the module that holds a parameter, whatever parametrizations stand between."""
+    before, found, _ = parameter.partition(".parametrizations.")
+    return before if found else parameter.rpartition(".")[0]
 
 
-def _paths(contraction: Contraction) -> list[str]:
-    return sorted({owner(name) or name for name in contraction.parameters})
+def _paths(holder: Contraction | Value) -> list[str]:
+    return sorted({owner(name) or name for name in holder.parameters})
 
 
 def _collect(tracker: Tracker) -> tuple[Found, ...]:
     made: dict[Atom, list[Contraction]] = {}
     read: dict[Atom, list[Contraction]] = {}
     for contraction in tracker.contractions:
-        for table, axes in ((made, contraction.made), (read, contraction.contracted)):
-            for atom in dict.fromkeys(atom for axis in axes for segment in resolve(axis) for atom in segment):
-                table.setdefault(atom, []).append(contraction)
-    looked_up = _tables(tracker)
+        for side, axes in ((made, contraction.made), (read, contraction.contracted)):
+            for atom in dict.fromkeys(atom for axis in axes for atom in atoms_of(axis)):
+                side.setdefault(atom, []).append(contraction)
+    looked_up: dict[Atom, list[str]] = {}
+    for table in tracker.tables:
+        for atom in atoms_of(table.axes[-1]):
+            looked_up.setdefault(atom, []).extend(_paths(table))
     found: list[Found] = []
     taken: set[str] = set()
-    for atom in [*made, *(atom for atom in looked_up if atom not in made)]:
+    for atom in dict.fromkeys([*made, *looked_up]):
         if atom.frozen is not None or atom not in read:
             continue
-        producers = [path for contraction in made.get(atom, ()) for path in _paths(contraction)]
-        producers = producers or looked_up[atom]
-        kind = "head" if atom.head else "filter" if made.get(atom) and made[atom][0].kind == "conv" else "neuron"
-        name = _unique(_name(producers[0], kind, made.get(atom, [])), taken)
+        makers = made.get(atom, [])
+        producers = [path for contraction in makers for path in _paths(contraction)] or looked_up[atom]
+        kind = "head" if atom.head else "filter" if makers and makers[0].kind == "conv" else "neuron"
+        name = wish = _name(producers[0], kind, makers)
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{wish}#{number}"
+        taken.add(name)
         consumers = [path for contraction in read[atom] for path in _paths(contraction)]
         found.append(Found(name, kind, atom, tuple(dict.fromkeys(producers)), tuple(dict.fromkeys(consumers))))
     return tuple(found)
 
 
-def _tables(tracker: Tracker) -> dict[Atom, list[str]]:
-    """Atoms that come out of a table of embeddings."""
-    found: dict[Atom, list[str]] = {}
-    for node in tracker.values:
-        if node.op == "call_function" and "embedding" in str(node.target):
-            weight = tracker.values.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-            if isinstance(weight, Value) and weight.is_parameter:
-                for segment in resolve(weight.axes[-1]):
-                    for atom in segment:
-                        found.setdefault(atom, []).extend(owner(name) or name for name in sorted(weight.parameters))
-    return found
-
-
-def _name(producer: str, kind: str, made: list[Contraction]) -> str:
+def _name(producer: str, kind: str, makers: list[Contraction]) -> str:
+    """The producer's path; for heads that of the attention module around it."""
     if kind != "head":
         return producer
-    parameter = sorted(made[0].parameters)[0] if made else producer
+    parameter = min(makers[0].parameters) if makers else producer
     inside = parameter.rpartition(".")[2] in ("weight", "original0", "original1", "weight_g", "weight_v")
     return (producer.rpartition(".")[0] or producer) if inside else producer
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, number = name, 2
-    while candidate in taken:
-        candidate, number = f"{name}#{number}", number + 1
-    taken.add(candidate)
-    return candidate
-
-
-def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> tuple[tuple[str, Reason], ...]:
+def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[str, Reason]]:
+    """Layers whose outputs cannot lose units, and why."""
     rows: dict[tuple[str, str], Reason] = {}
     for contraction in tracker.contractions:
-        atoms = [atom for axis in contraction.made for segment in resolve(axis) for atom in segment]
-        why = next((atom.frozen for atom in atoms if atom.frozen is not None), None)
-        if why is not None and not any(atom.frozen is None for atom in atoms):
+        reasons = [atom.frozen for axis in contraction.made for atom in atoms_of(axis)]
+        if reasons and reasons[0] is not None and None not in reasons:
             for path in _paths(contraction):
-                rows.setdefault((path, why.text), why)
+                rows.setdefault((path, reasons[0].text), reasons[0])
     for name, value in tensors.items():  # layers that only an op without a rule reads, such as an LSTM's
-        atoms = [atom for axis in value.axes for segment in resolve(axis) for atom in segment]
-        for atom in atoms:
+        for atom in (atom for axis in value.axes for atom in atoms_of(axis)):
             if atom.frozen is not None and atom.frozen.text.startswith("no rule"):
                 rows.setdefault((owner(name) or name, atom.frozen.text), atom.frozen)
-    return tuple((path, why) for (path, _), why in rows.items())
+    yield from ((path, why) for (path, _), why in rows.items())
+
+
+# Cost ---------------------------------------------------------------------------------------------------------------
+
+Product = tuple[int, tuple[Extent, ...]]  # a factor times the lengths of axes that hold units
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Parameters and multiply-accumulates as functions of the kept units."""
+
+    parameters: tuple[Product, ...]  # one for each tensor
+    products: tuple[Product, ...]
+    examples: int
+    folded: tuple[tuple[int, frozenset[str]], ...] = ()  # parameters that go with the first unit of these dimensions
+
+    def params(self, kept: Kept) -> int:
+        """Number of parameters that stay."""
+        extra = sum(count for count, names in self.folded if not names & set(kept))
+        return _total(self.parameters, kept) + extra
+
+    def macs(self, kept: Kept) -> int:
+        """Multiply-accumulates for one example."""
+        return _total(self.products, kept) // self.examples
+
+    def cost(self, kept: Kept) -> Cost:
+        """Before and after."""
+        return Cost(self.params(kept), self.macs(kept), self.params({}), self.macs({}))
+
+
+def _total(rows: Iterable[Product], kept: Kept) -> int:
+    return sum(factor * math.prod(kept_length(extent, kept) for extent in extents) for factor, extents in rows)
+
+
+def cost_model(analysis: Analysis, model: nn.Module, batch: Batch) -> CostModel:
+    """Collect every parameter and every product of the graph."""
+    parameters = []
+    for name, parameter in model.named_parameters():  # tied parameters count once
+        value = analysis.tensors.get(name)
+        parameters.append(_row(analysis, value.axes) if value is not None else (parameter.numel(), ()))
+    products = [_row(analysis, axes) for axes in analysis.tracker.products if axes and UNKNOWN not in map(length, axes)]
+    args, kwargs = call_arguments(batch)
+    shapes = [shape_of(value) for value in (*args, *kwargs.values())]
+    examples = next((shape[0] for shape in shapes if shape), 1)
+    return CostModel(tuple(parameters), tuple(products), examples)
+
+
+def _row(analysis: Analysis, axes: Iterable[Axis]) -> Product:
+    """Axes without units become one factor."""
+    factor, extents = 1, []
+    for extent in map(analysis.extent, axes):
+        if names_in(extent):
+            extents.append(extent)
+        else:
+            factor *= full_length(extent)
+    return factor, tuple(extents)
+
+
+def unit_cost(model: CostModel, units: Mapping[str, int], name: str) -> tuple[int, int]:
+    """Parameters and MACs that go with one unit of a dimension, everything else dense."""
+    if units[name] < 2:
+        return 0, 0
+    kept = {name: range(units[name] - 1)}
+    return model.params({}) - model.params(kept), model.macs({}) - model.macs(kept)

@@ -2,8 +2,8 @@
 
 An axis is a concatenation of segments, a segment a product of atoms (row-major, the first varies slowest). Removing an
 index of an atom removes every position of every axis whose index in that atom it is. Two atoms that must lose the same
-indices are united; an atom that turns out to be a product (12 heads x 64 channels) or a concatenation (gate | up) is
-refined, and every axis that holds it sees the refinement. What may not lose an index is frozen, with the reason.
+indices are united. An atom that turns out to be a product (12 heads x 64 channels) or a concatenation (gate | up) is
+refined, and every axis that holds it sees the refinement. An atom that may not lose an index is frozen, with a reason.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Reason:
     def __str__(self) -> str:
         """The reason with its node."""
         return f"{self.text} ({self.node})" if self.node else self.text
+
+
+_INNER_CONCAT = Reason("is a concatenation inside a product of axes")
 
 
 @dataclass(eq=False)
@@ -78,17 +81,21 @@ def freeze(axis: Axis, reason: Reason) -> Axis:
     return axis
 
 
-def mark(axis: Axis, *, head: bool = False, stream: bool = False) -> None:
-    """Note of all atoms of an axis that they count heads, or lie on a stream."""
-    for segment in resolve(axis):
-        for atom in segment:
-            atom.head |= head
-            atom.stream |= stream
+def mark(*axes: Axis, head: bool = False, stream: bool = False) -> None:
+    """Mark all atoms of axes as counting heads, or as lying on a residual stream."""
+    for atom in (atom for axis in axes for atom in atoms_of(axis)):
+        atom.head |= head
+        atom.stream |= stream
 
 
 def resolve(axis: Axis) -> list[list[Atom]]:
     """The axis in atoms that are neither united nor refined: segments as lists, without atoms of size 1."""
     return [found for segment in axis for found in _resolve_segment(list(segment))]
+
+
+def atoms_of(axis: Axis) -> list[Atom]:
+    """All atoms of a resolved axis, in order."""
+    return [atom for segment in resolve(axis) for atom in segment]
 
 
 def _resolve_segment(segment: list[Atom]) -> list[list[Atom]]:
@@ -106,15 +113,14 @@ def _resolve_segment(segment: list[Atom]) -> list[list[Atom]]:
 
 
 def _resolve_minor(atoms: Iterable[Atom]) -> list[Atom]:
-    """A concatenation that is not the slowest factor has no place in our notation: it stays whole, and frozen."""
+    """The atoms behind the slowest one; a concatenation among them has no place in our notation and is frozen."""
     found: list[Atom] = []
     for atom in (a.root() for a in atoms):
         if atom.parts and atom.join == "product":
             found += _resolve_minor(atom.parts)
-        elif atom.parts:
-            freeze_atom(atom, Reason("is a concatenation inside a product of axes"))
-            found.append(atom)
         elif atom.size != 1:
+            if atom.parts:
+                freeze_atom(atom, _INNER_CONCAT)
             found.append(atom)
     return found
 
@@ -132,18 +138,17 @@ def length(axis: Axis) -> int:
 
 def is_frozen(axis: Axis) -> bool:
     """Whether no atom of the axis can lose an index."""
-    return all(atom.frozen is not None for segment in resolve(axis) for atom in segment)
+    return all(atom.frozen is not None for atom in atoms_of(axis))
 
 
 def reason_of(axis: Axis) -> Reason:
     """The first reason found on a frozen axis."""
-    reasons = [atom.frozen for segment in resolve(axis) for atom in segment if atom.frozen is not None]
-    return reasons[0] if reasons else Reason("has one position only")
+    return next((a.frozen for a in atoms_of(axis) if a.frozen is not None), Reason("has one position only"))
 
 
 def live_atoms(axis: Axis) -> set[Atom]:
     """Atoms of the axis that are not frozen."""
-    return {atom for segment in resolve(axis) for atom in segment if atom.frozen is None}
+    return {atom for atom in atoms_of(axis) if atom.frozen is None}
 
 
 def _refine(atom: Atom, sizes: Sequence[int], join: Literal["product", "concat"]) -> tuple[Atom, ...]:
@@ -153,9 +158,9 @@ def _refine(atom: Atom, sizes: Sequence[int], join: Literal["product", "concat"]
 
 
 def unite(x: Axis, y: Axis, reason: Reason) -> Axis:
-    """Make two axes of equal length lose the same positions; where they do not fit together, both are frozen.
+    """Make two axes of equal length lose the same positions; returns one of them.
 
-    Returns one of them (they are the same now). `reason` is given where they have to be frozen.
+    Where they do not fit together, both are frozen for the given reason.
     """
     if x is y or length(x) == 1:
         return y
@@ -190,7 +195,6 @@ def _cut_leading(segment: Sequence[Atom], at: int) -> bool:
 
 
 def _unite_products(p: list[Atom], q: list[Atom], reason: Reason) -> None:
-    p, q = list(p), list(q)
     while p and q:
         small, large = (p, q) if p[-1].size <= q[-1].size else (q, p)
         a, b = small[-1], large[-1]
@@ -249,15 +253,13 @@ def flatten(axes: Sequence[Axis]) -> Axis:
     product: Axis = ((),)
     for axis in axes:
         segments = resolve(axis)
-        if len(segments) == 1:
-            product = tuple((*segment, *segments[0]) for segment in product)
-        elif product == ((),):
-            product = tuple(tuple(segment) for segment in segments)
-        else:
-            reason = Reason("is a concatenation inside a product of axes")
-            freeze(axis, reason)
-            whole = Atom(length(axis), reason)
-            product = tuple((*segment, whole) for segment in product)
+        if len(segments) != 1 and product == ((),):
+            product = tuple(map(tuple, segments))
+            continue
+        if len(segments) != 1:
+            freeze(axis, _INNER_CONCAT)
+            segments = [[Atom(length(axis), _INNER_CONCAT)]]
+        product = tuple((*segment, *segments[0]) for segment in product)
     return product
 
 
@@ -268,9 +270,15 @@ def split(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis]:
     if sizes[0] == 1:
         return [((),), *split(axis, sizes[1:], reason)]
     segments = resolve(axis)
-    if len(segments) > 1:
-        return _split_concat(axis, sizes, reason)
-    atoms = segments[0]
+    found = _split_concat(axis, sizes, reason) if len(segments) > 1 else _split_product(segments[0], sizes)
+    if found is None:
+        freeze(axis, reason)
+        return [new_axis(n, reason) for n in sizes]
+    return found
+
+
+def _split_product(atoms: list[Atom], sizes: Sequence[int]) -> list[Axis] | None:
+    """Give each size its atoms, from the fastest on; None where a size cuts an atom across."""
     found: list[Axis] = []
     for size in reversed(sizes):
         taken: list[Atom] = []
@@ -286,22 +294,18 @@ def split(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis]:
                 taken.insert(0, inner)
                 need = 1
             else:
-                freeze(axis, reason)
-                return [new_axis(n, reason) for n in sizes]
+                return None
         found.insert(0, (tuple(taken),))
     return found
 
 
-def _split_concat(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis]:
+def _split_concat(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis] | None:
     """q | k | v seen as 3 x width: the parts must lose the same positions, and none of them can go as a whole."""
     count, step = sizes[0], length(axis) // sizes[0]
     if count > 64:
-        freeze(axis, reason)
-        return [new_axis(n, reason) for n in sizes]
+        return None
     blocks = [cut(axis, i * step, (i + 1) * step, reason) for i in range(count)]
     for block in blocks[1:]:
         unite(blocks[0], block, reason)
-    return [
-        new_axis(count, Reason("counts the parts of a concatenation", reason.node)),
-        *split(blocks[0], sizes[1:], reason),
-    ]
+    counter = new_axis(count, Reason("counts the parts of a concatenation", reason.node))
+    return [counter, *split(blocks[0], sizes[1:], reason)]

@@ -1,145 +1,383 @@
-"""What a forward changes in its model is put back: buffers, attributes, and what attributes hold."""
+"""Leave the process and the model as they were: settings, signals, hooks, wrappers, what a forward changes."""
 
 from __future__ import annotations
 
+import logging
+import operator
+import os
 import random
+import signal
+import sys
+import threading
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
 
-from ispasp.graph.interrupts import uninterrupted
+from ispasp.errors import InputError
+
+# The process --------------------------------------------------------------------------------------------------------
+
+_turn = threading.RLock()
+
+
+def _new_turn() -> None:
+    """Replace the lock: a forked child has no other thread that could release it."""
+    global _turn  # noqa: PLW0603
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_turn)
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """A block that one thread of the process runs at a time; the same thread may enter again.
+
+    torch.export patches modules while it traces, and seeds belong to the process, so calls cannot run side by side.
+    Random numbers and global settings of torch are restored at the end. Inside `with torch.device("meta")` new tensors
+    are on the CPU, because meta tensors have no values.
+    """
+    on_meta = torch.get_default_device().type == "meta"
+    with _turn, settings_kept(), random_numbers_kept(), torch.device("cpu") if on_meta else nullcontext():
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A block after which Ctrl-C takes effect: work that would leave things broken if it stopped half-way."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # only the main thread gets signals
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            before(*waiting[0])
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Restore the global generators of torch, NumPy and Python."""
+    numpy: Any = sys.modules.get("numpy")  # not imported: nothing can have been drawn from it
+    arrays = numpy.random.get_state() if numpy else None
+    python = random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if arrays is not None:
+            numpy.random.set_state(arrays)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Seed torch's generators for a block. The CPU's is restored."""
+    with torch.random.fork_rng(devices=[]):
+        if torch.accelerator.is_available():
+            torch.manual_seed(0)
+        else:  # much cheaper: torch.manual_seed stores a stack trace for every kind of device that is not there
+            torch.default_generator.manual_seed(0)
+        yield
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Restore global settings of torch that a forward may change."""
+    before = [get() for get, _ in _SETTINGS]
+    functorch: Any = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:  # a torch.vmap that failed half-way
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        for (get, put), value in zip(_SETTINGS, before, strict=True):
+            if get() != value:
+                put(value)
+
+
+def _flag(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return partial(getattr, holder, name), partial(setattr, holder, name)
+
+
+def _default_device() -> Any:
+    return getattr(getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), "device", None)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_default_device, torch.set_default_device),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    *(_flag(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    _flag(torch.backends.mkldnn, "enabled"),
+)
+
+
+@contextmanager
+def quiet(*packages: str) -> Iterator[None]:
+    """Silence this thread's warnings, and its log lines up to ERROR from these packages."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        inside = record.name.partition(".")[0] in packages
+        return record.thread != thread or record.levelno > logging.ERROR or not inside
+
+    loggers = [logging.root, *list(logging.root.manager.loggerDict.values())]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    if logging.lastResort is not None:  # writes where no logger has a handler
+        handlers.add(logging.lastResort)
+    ours = SimpleNamespace(match=lambda _: threading.get_ident() == thread)  # in place of a pattern for the message
+    entry: Any = ("ignore", ours, Warning, None, 0)
+    filters: Any = warnings.filters
+    for handler in handlers:
+        handler.addFilter(passes)
+    filters.insert(0, entry)
+    try:
+        yield
+    finally:
+        now: Any = warnings.filters  # another thread may have put its own list there
+        for found in (filters, now):
+            if entry in found:
+                found.remove(entry)
+        for handler in handlers:
+            handler.removeFilter(passes)
+
+
+# What a forward changes ---------------------------------------------------------------------------------------------
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+_CONSTANTS = (str, bytes, int, float, complex, type, type(None))
 _DEEPEST = 6  # containers inside containers
 
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """A block in which forwards may count, average and remember: the model is as before at its end.
+    """Restore the model's state at the end of the block.
 
     Covers buffers and other tensors that modules hold, attributes of modules and of plain objects they hold, and the
-    lists, dictionaries and sets among them. Parameters are not copied: no trace of a forward that writes into them is
-    accepted.
-
-    >>> class Counting(nn.Module):
-    ...     calls = 0
-    ...     def forward(self, x): self.calls += 1; return x
-    >>> model = Counting()
-    >>> with state_kept(model):
-    ...     _ = model(torch.ones(1))
-    >>> model.calls
-    0
+    lists, dictionaries and sets among them. Parameters are not copied: `trace` rejects a forward that writes into them.
     """
-    before = _Snapshot(model)
+    undo: list[Callable[[], Any]] = []
+    modules = list(model.modules())
+    seen = set(map(id, modules))
+    waiting: deque[tuple[Any, int]] = deque((module, 0) for module in modules)  # breadth first: the least depth counts
+    while waiting:
+        value, depth = waiting.popleft()
+        items, deeper = _copy(value, depth, undo)
+        for item in items:
+            if deeper <= _DEEPEST and not isinstance(item, _CONSTANTS) and id(item) not in seen:
+                seen.add(id(item))
+                waiting.append((item, deeper))
     try:
         yield
     finally:
-        with uninterrupted():
-            before.restore()
+        with uninterrupted(), torch.no_grad():
+            for restore in undo:
+                restore()
 
 
-class _Snapshot:
-    """Everything reachable from a model's modules that a forward may change, each object once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._steps: list[Callable[[], Any]] = []
-        self._seen: set[int] = set()
-        self._alive: list[Any] = []  # an id stands for an object only as long as that lives
-        modules = list(model.modules())
-        self._seen.update(map(id, modules))
-        for module in modules:
-            self._take_attributes(module, 0)
-
-    def restore(self) -> None:
-        """Put everything back."""
-        with torch.no_grad():
-            for step in self._steps:
-                step()
-
-    def _take(self, value: Any, depth: int) -> None:
-        if value is None or isinstance(value, (str, bytes, int, float, complex, type, nn.Parameter)):
-            return
-        if depth > _DEEPEST or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        self._alive.append(value)
-        if isinstance(value, Tensor):
-            self._take_tensor(value)
-        elif isinstance(value, torch.Generator):
-            self._steps.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._steps.append(partial(value.setstate, value.getstate()))
-        elif type(value) in _CONTAINERS:
-            self._take_container(value, depth)
-        elif isinstance(value, tuple):
-            for item in value:
-                self._take(item, depth + 1)
-        elif _is_plain_object(value) and depth < 2:
-            self._take_attributes(value, depth + 1)
-
-    def _take_attributes(self, holder: Any, depth: int) -> None:
-        cls, attributes = type(holder), vars(holder)
-        before = dict(attributes)
-
-        def restore() -> None:
-            if type(holder) is not cls:
-                holder.__class__ = cls
-            now, then = list(attributes.items()), list(before.items())
-            if len(now) != len(then) or not all(map(_same, now, then)):
-                attributes.clear()
-                attributes.update(before)
-
-        self._steps.append(restore)
-        for value in before.values():
-            self._take(value, depth + 1)
-
-    def _take_container(self, value: Any, depth: int) -> None:
-        items = list(value.items() if isinstance(value, dict) else value)
-        before = dict(items) if isinstance(value, dict) else items
-
-        def restore() -> None:
-            now = list(value.items() if isinstance(value, dict) else value)
-            if len(now) != len(items) or not all(map(_same, now, items)):
-                value.clear()
-                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
-
-        self._steps.append(restore)
-        for item in value.values() if isinstance(value, dict) else items:
-            self._take(item, depth + 1)
-
-    def _take_tensor(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or type(tensor) is not Tensor:
-            return
-        before = tensor.detach().clone()
-
-        def restore() -> None:
-            if tensor.shape != before.shape or tensor.dtype != before.dtype:
-                tensor.data = before
-            elif not _same_values(tensor, before):
-                tensor.detach().copy_(before)
-
-        self._steps.append(restore)
+def _copy(value: Any, depth: int, undo: list[Callable[[], Any]]) -> tuple[Iterable[Any], int]:
+    """Copy one object and add its restoration to `undo`; returns what it holds and how deep that is."""
+    if type(value) in _CONTAINERS:
+        undo.append(partial(_put_items, value, copy := value.copy()))
+        return copy.values() if isinstance(copy, dict) else copy, depth + 1
+    if isinstance(value, tuple):
+        return value, depth + 1
+    if isinstance(value, Tensor):
+        if type(value) is Tensor and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
+            undo.append(partial(_put_values, value, value.detach().clone()))
+    elif isinstance(value, torch.Generator):
+        undo.append(partial(value.set_state, value.get_state()))
+    elif isinstance(value, random.Random):
+        undo.append(partial(value.setstate, value.getstate()))
+    elif depth == 0 or (depth == 1 and _is_plain_object(value)):  # a module, or an object that one holds
+        undo.append(partial(_put_class, value, type(value)))
+        undo.append(partial(_put_items, vars(value), copy := vars(value).copy()))
+        return copy.values(), 2 * depth + 1
+    return (), depth
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An object with attributes of its own, of no class of Python or torch."""
+    """Whether an object has attributes of its own and belongs to no class of Python or torch."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not callable(value) and package not in ("builtins", "torch", "threading")
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two items of a container are the same objects; a dictionary's are pairs of key and value."""
-    return a is b or (
-        type(a) is type(b) is tuple and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+def _put_class(value: Any, cls: type) -> None:
+    if type(value) is not cls:
+        value.__class__ = cls
+
+
+def _put_items(value: Any, copy: Any) -> None:
+    """Give a container its items back, unless it holds the same objects in the same order."""
+    same = len(value) == len(copy) and (
+        value == copy if isinstance(value, set) else all(map(operator.is_, value, copy))
     )
+    if same and (not isinstance(value, dict) or all(map(operator.is_, value.values(), copy.values()))):
+        return
+    value.clear()
+    value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
 
 
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, but for the bits of NaN."""
-    a = a.detach()
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124
+def _put_values(tensor: Tensor, before: Tensor) -> None:
+    if tensor.shape != before.shape or tensor.dtype != before.dtype:
+        tensor.data = before
+    elif not torch.all((tensor == before) | (tensor.isnan() & before.isnan())):
+        tensor.detach().copy_(before)
+
+
+# Users' hooks -------------------------------------------------------------------------------------------------------
+Hook = Callable[..., Any]
+Place = tuple[dict[int, Hook], int]  # a table of hooks, and the key of one
+
+
+def users_hooks(model: nn.Module) -> list[Place]:
+    """Forward hooks on modules and for all modules, without torch's own (weight_norm and the like)."""
+    tables: list[Any] = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+    for module in model.modules():
+        tables += [module._forward_hooks, module._forward_pre_hooks]
+    hooks = [(table, key, hook) for table in tables for key, hook in table.items()]
+    return [(t, k) for t, k, h in hooks if not getattr(h, "__module__", type(h).__module__).startswith("torch.")]
+
+
+def silent_hooks(model: nn.Module, run: Callable[[], Any]) -> list[Place]:
+    """The users' hooks that return nothing and change no tensor and no attribute while `run` calls the model."""
+    places = users_hooks(model)
+    active: set[int] = set()
+
+    def watched(number: int, hook: Hook) -> Hook:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
+            tensors, attributes = [tensor.detach().clone() for tensor in given], _attributes(model)
+            returned = hook(*args, **kwargs)
+            if returned is not None or not alike(given, tensors) or _attributes(model) != attributes:
+                active.add(number)
+            return returned
+
+        return call
+
+    with _replaced(places, watched):
+        run()
+    return [place for number, place in enumerate(places) if number not in active]
+
+
+def _attributes(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(map(id, vars(module).values())) for module in model.modules()]
+
+
+@contextmanager
+def left_out(places: list[Place]) -> Iterator[None]:
+    """A block in which this thread does not call these hooks."""
+    thread = threading.get_ident()
+
+    def skipped(_: int, hook: Hook) -> Hook:
+        return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
+
+    with _replaced(places, skipped):
+        yield
+
+
+@contextmanager
+def _replaced(places: list[Place], wrap: Callable[[int, Hook], Hook]) -> Iterator[None]:
+    before = [table[key] for table, key in places]
+    try:
+        for number, (table, key) in enumerate(places):
+            table[key] = wrap(number, before[number])
+        yield
+    finally:
+        for (table, key), hook in zip(places, before, strict=True):
+            table[key] = hook
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two nested values hold the same tensors, up to rounding."""
+    ours, theirs = ([x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)] for value in (a, b))
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout is not torch.strided or a.is_quantized:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    finite = b[b.isfinite()].abs()
+    size = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * size, equal_nan=True)
+
+
+# Wrappers -----------------------------------------------------------------------------------------------------------
+
+_COMPILED = "_compiled_call_impl"  # what module.compile() leaves in a module
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`, DataParallel and DistributedDataParallel."""
+    while (inner := _inner(model)) is not None:
+        model = inner
+    return model
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module.module  # type: ignore[no-any-return]
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing can have been compiled
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return cast("nn.Module", module._modules["_orig_mod"])
+    return None
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[nn.Module]:
+    """The unwrapped model; inside the block its submodules are unwrapped as well, and nothing is compiled."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    model = unwrapped(model)
+    wrapped: list[tuple[nn.Module, str, nn.Module]] = []
+    compiled: list[tuple[nn.Module, Any]] = []
+    try:
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if child is not None and _inner(child) is not None:
+                    wrapped.append((parent, name, child))
+                    parent._modules[name] = unwrapped(child)
+        for module in model.modules():
+            if vars(module).get(_COMPILED) is not None:
+                compiled.append((module, vars(module).pop(_COMPILED)))
+        yield model
+    finally:
+        for module, call in compiled:
+            vars(module)[_COMPILED] = call
+        for parent, name, child in wrapped:
+            if parent._modules[name] is unwrapped(child):  # else surgery has replaced the layer
+                parent._modules[name] = child
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also of computed tensors, which torch refuses to copy, such as an old-style weight_norm's weight."""
+    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
+    try:
+        return deepcopy(model, {id(value): value.detach().clone() for value in computed})
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): "
+            "use prune_, which works in place"
+        ) from error

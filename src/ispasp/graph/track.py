@@ -1,79 +1,155 @@
-"""Walk the graph and apply the rule of each op."""
+"""Walk the graph and apply the rule of each op: every tensor becomes a `Value`, its axes made of atoms."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ispasp.errors import InputError
-from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, new_axis, unite
-from ispasp.graph.ops import Operand
+from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, length, new_axis, unite
+from ispasp.graph.ops import Operand, given_to, overloads
 from ispasp.graph.trace import Source, Trace
-from ispasp.graph.values import Contraction, Value, fresh, shape_of
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 
-_SILENT = (
-    "_assert_tensor_metadata",
-    "_assert_scalar",
-    "sym_constrain_range",
-    "sym_constrain_range_for_size",
-    "_assert_async",
-)
+_CHECKS = ("_assert_", "sym_constrain_range")  # ops that only check their arguments
 _INLINED = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register what these ATen overloads do to axes; ops of optional packages are given by name.
+def rule(ops: str) -> Callable[[Rule], Rule]:
+    """Register what ATen ops do to axes, by their names as `overloads` reads them.
 
     A rule is called as rule(tracker, node, **arguments): the arguments by their names in the op's schema (`self` and
     `input` are called `x`), tensors as `Value`s. It returns a Value, a list of them, or None for what is no tensor.
     """
 
     def register(function: Rule) -> Rule:
-        for op in ops:
-            RULES[op] = function
+        RULES.update(dict.fromkeys(overloads(ops), function))
         return function
 
     return register
 
 
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor: its axes, and the parameters it was computed from if from nothing else."""
+
+    axes: tuple[Axis, ...]
+    parameters: frozenset[str] = frozenset()
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it depends on parameters and buffers only."""
+        return bool(self.parameters)
+
+    def freeze(self, reason: Reason) -> Value:
+        """Freeze every axis; returns the value."""
+        for axis in self.axes:
+            freeze(axis, reason)
+        return self
+
+    def with_axes(self, axes: Iterable[Axis]) -> Value:
+        """The same value with other axes."""
+        return Value(tuple(axes), self.parameters)
+
+    def with_axis(self, dim: int, *axis: Axis) -> Value:
+        """The same value with another axis, or none, at one dimension."""
+        dim %= len(self.axes)
+        return self.with_axes((*self.axes[:dim], *axis, *self.axes[dim + 1 :]))
+
+    def without(self, dim: int) -> Value:
+        """The same value without one dimension."""
+        return self.with_axis(dim)
+
+
+def common_parameters(values: Sequence[Value]) -> frozenset[str]:
+    """The parameters that a result of these values is computed from, if from nothing else."""
+    return frozenset().union(*(v.parameters for v in values)) if all(v.is_parameter for v in values) else frozenset()
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Sizes of a fake tensor, UNKNOWN where they depend on the data; None for what is not a tensor."""
+    if not hasattr(value, "shape"):
+        return None
+    return tuple(size if isinstance(size, int) else UNKNOWN for size in value.shape)
+
+
+def fresh(node: fx.Node, reason: Reason) -> Any:
+    """A value (or a list of values) of the node's shape with frozen axes."""
+
+    def build(example: Any) -> Any:
+        if isinstance(example, (list, tuple)):
+            return [build(item) for item in example]
+        shape = shape_of(example)
+        return None if shape is None else Value(tuple(new_axis(size, reason) for size in shape))
+
+    return build(node.meta.get("val"))
+
+
+def listed(node: fx.Node, value: Value) -> Any:
+    """The same value for each of the node's results."""
+    return [value] * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else value
+
+
+def freeze_all(value: Any, reason: Reason) -> None:
+    """Freeze every `Value` in nested lists."""
+    if isinstance(value, Value):
+        value.freeze(reason)
+    elif isinstance(value, list):
+        for item in value:
+            freeze_all(item, reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Contraction:
+    """A node that sums over an axis with a parameter: where a hidden dimension is read, and another made.
+
+    `data` is the argument that holds the activations; `dims` their contracted dimensions; `contracted` and
+    `made` are the parameter's axes on either side.
+    """
+
+    node: fx.Node
+    kind: str  # "linear" | "conv" | "matmul"
+    data: Operand
+    dims: tuple[int, ...]
+    contracted: tuple[Axis, ...]
+    made: tuple[Axis, ...]
+    parameters: frozenset[str]
+
+
 class Tracker:
-    """The state of one walk: a value for every node, and the contractions met on the way."""
+    """One walk: a value for every node, and the contractions met on the way."""
 
     def __init__(self, trace: Trace, tensors: Mapping[str, Value]) -> None:
-        """Start with the parameters' and buffers' axes, keyed by name."""
+        """Walk the graph with these axes of the parameters and buffers, keyed by name."""
         self.trace = trace
-        self.tensors = tensors
         self.contractions: list[Contraction] = []
         self.values: dict[fx.Node, Any] = {}
-        self.unknown: set[str] = set()
         self.sizes: list[tuple[str, str, Axis]] = []  # parameter, attribute of its module, what it counts
-        self.products: list[tuple[fx.Node, tuple[Axis, ...]]] = []  # MACs of a node: the product of these lengths
+        self.products: list[tuple[Axis, ...]] = []  # the lengths whose product is the MACs of an op
+        self.tables: list[Value] = []  # weights of embeddings
         self.weight_norms: list[tuple[str, str, int]] = []  # v, g, dim
         self.unread = _unread(trace.graph)
         self._depth = 0
+        inputs = [self._input(node, tensors) for node in trace.graph.find_nodes(op="placeholder")]
+        freeze_all(self._walk(trace.module, inputs), Reason("reaches the model output"))
 
-    def walk(self) -> None:
-        """Visit every node of the graph."""
-        inputs = {node: self._placeholder(node) for node in self.trace.graph.find_nodes(op="placeholder")}
-        for value in self._walk(self.trace.module, inputs):
-            _freeze_all(value, Reason("reaches the model output"))
-
-    def _placeholder(self, node: fx.Node) -> Any:
+    def _input(self, node: fx.Node, tensors: Mapping[str, Value]) -> Any:
         source = self.trace.sources.get(node.name, Source("input", node.name))
-        if source.kind in ("parameter", "buffer") and source.name in self.tensors:
-            return self.tensors[source.name]
+        if source.kind in ("parameter", "buffer") and source.name in tensors:
+            return tensors[source.name]
         what = "is an axis of the model input" if source.kind == "input" else "belongs to a constant in the forward"
         return fresh(node, Reason(what, node.name))
 
-    def _walk(self, module: fx.GraphModule, inputs: dict[fx.Node, Any]) -> list[Any]:
-        self.values.update(inputs)
+    def _walk(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Give every node of a graph its value; returns those of its outputs."""
+        self.values.update(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
         outputs: list[Any] = []
         for node in module.graph.nodes:
             if node.op == "call_function":
@@ -98,41 +174,27 @@ class Tracker:
         name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
         if name in _INLINED:
             return self._inline(module, node)
-        if name in _SILENT or not (_makes_tensors(node.meta.get("val")) or _writes(node)):
+        makes_tensors = any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(node.meta.get("val")))
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)  # a custom op may do just that
+        if name.startswith(_CHECKS) or not (makes_tensors or writes):
             return None
         known = RULES.get(node.target) or RULES.get(str(node.target))
         if known is None:
-            return self._no_rule(node)
-        value = known(self, node, **self._arguments(node))
+            reason = Reason(f"no rule for {node.target}", node.name)
+            for argument in _leaves([*node.args, *node.kwargs.values()]):
+                freeze_all(self._value(argument), reason)
+            return fresh(node, reason)
+        given = {"x" if name in ("self", "input") else name: self._value(v) for name, v in given_to(node).items()}
+        value = known(self, node, **given)
         _check_shape(node, value)
         return value
-
-    def _arguments(self, node: fx.Node) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            given = (
-                node.args[position]
-                if position < len(node.args)
-                else node.kwargs.get(argument.name, argument.default_value)
-            )
-            arguments["x" if argument.name in ("self", "input") else argument.name] = self._value(given)
-        return arguments
-
-    def _no_rule(self, node: fx.Node) -> Any:
-        reason = Reason(f"no rule for {node.target}", node.name)
-        self.unknown.add(str(node.target))
-        for argument in _leaves([*node.args, *node.kwargs.values()]):
-            _freeze_all(self._value(argument), reason)
-        return fresh(node, reason)
 
     def _inline(self, module: fx.GraphModule, node: fx.Node) -> Any:
         at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
         inner = getattr(module, str(node.args[at].target))  # type: ignore[union-attr]
-        given = [self._value(argument) for argument in node.args[at + 1 :]]
-        names = inner.graph.find_nodes(op="placeholder")
         self._depth += 1
         try:
-            return self._walk(inner, dict(zip(names, given, strict=True)))
+            return self._walk(inner, [self._value(argument) for argument in node.args[at + 1 :]])
         finally:
             self._depth -= 1
 
@@ -142,7 +204,7 @@ class Tracker:
         """Make two axes lose the same positions."""
         return unite(x, y, Reason("cannot be matched with the axis it meets", node.name))
 
-    def freeze(self, node: fx.Node, value: Value, dims: Sequence[int], why: str) -> None:
+    def freeze(self, node: fx.Node, value: Value, dims: Iterable[int], why: str) -> None:
         """Freeze some dimensions of a value."""
         for dim in dims:
             freeze(value.axes[dim], Reason(why, node.name))
@@ -151,9 +213,17 @@ class Tracker:
         """A frozen axis that this node makes."""
         return new_axis(size, Reason(why, node.name))
 
+    def remake(self, node: fx.Node, value: Value, dims: Iterable[int], why: str) -> Value:
+        """Freeze some dimensions of a value; the node's result has new, frozen ones in their place."""
+        for dim in list(dims):
+            self.freeze(node, value, [dim], why)
+            value = value.with_axis(dim, self.new(node, self.shape(node)[dim], why))
+        return value
+
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Shape of the tensor that the node returns."""
-        shape = shape_of(node.meta["val"])
+        """Shape of the tensor that the node returns, of the first one if there are several."""
+        example = node.meta["val"]
+        shape = shape_of(example[0] if isinstance(example, (list, tuple)) else example)
         assert shape is not None  # noqa: S101  # only asked of nodes that return a tensor
         return shape
 
@@ -161,16 +231,16 @@ class Tracker:
         self,
         node: fx.Node,
         kind: str,
-        data: tuple[Operand, Value, Sequence[int]],
+        data: tuple[Operand, Sequence[int]],
         parameter: Value,
         contracted: Sequence[Axis],
         made: Sequence[Axis],
     ) -> None:
-        """Note that a parameter reads these dimensions of the activations."""
-        operand, _, dims = data
+        """Note that a parameter reads these dimensions of the activations, an argument of the op."""
         if self._depth:  # masks are put on the outer graph only
             for axis in contracted:
                 freeze(axis, Reason("is read inside a higher-order op", node.name))
+        operand, dims = data
         self.contractions.append(
             Contraction(node, kind, operand, tuple(dims), tuple(contracted), tuple(made), parameter.parameters)
         )
@@ -180,13 +250,13 @@ class Tracker:
         if parameter is not None:
             self.sizes += [(name, attribute, axis) for name in sorted(parameter.parameters)]
 
-    def multiplies(self, node: fx.Node, axes: Sequence[Axis]) -> None:
-        """Note that the node takes as many multiply-accumulates as the product of these axes' lengths."""
-        self.products.append((node, tuple(axes)))
+    def multiplies(self, axes: Iterable[Axis]) -> None:
+        """Count as many multiply-accumulates as the product of these axes' lengths."""
+        self.products.append(tuple(axes))
 
 
 def _unread(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that no output depends on, such as attention weights averaged for nobody: they run, but do not matter."""
+    """Nodes whose value reaches no output, such as unused attention weights."""
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or node in needed or node.is_impure():
@@ -196,44 +266,17 @@ def _unread(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return list(torch.utils._pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, fx.Node)))
-
-
-def _freeze_all(value: Any, reason: Reason) -> None:
-    if isinstance(value, Value):
-        value.freeze(reason)
-    elif isinstance(value, list):
-        for item in value:
-            _freeze_all(item, reason)
-
-
-def _makes_tensors(example: Any) -> bool:
-    if isinstance(example, (list, tuple)):
-        return any(_makes_tensors(item) for item in example)
-    return hasattr(example, "shape")
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether an op writes into its arguments, as a custom op without a result does."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    return list(pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, fx.Node)))
 
 
 def _check_shape(node: fx.Node, value: Any) -> None:
-    """Refuse a rule whose axes do not fit the tensor: it is wrong."""
+    """Raise if a rule's axes do not fit the tensor."""
     example = node.meta.get("val")
-    for item, ex in zip(*(((value,), (example,)) if not isinstance(value, list) else (value, example)), strict=True):
+    for item, ex in zip(value, example or (), strict=True) if isinstance(value, list) else [(value, example)]:
         shape = shape_of(ex)
         if isinstance(item, Value) and shape is not None and UNKNOWN not in shape:
-            found = tuple(sum(_size(segment) for segment in axis) for axis in item.axes)
-            if found != shape and not any(size < 0 for size in found):
+            found = tuple(length(axis) for axis in item.axes)
+            if found != shape and UNKNOWN not in found:
                 raise InputError(
                     f"the rule for {node.target} gave axes of lengths {found} for a tensor of shape {shape}: correct it"
                 )
-
-
-def _size(segment: Sequence[Any]) -> int:
-    total = 1
-    for atom in segment:
-        total = total * atom.size if total >= 0 and atom.size >= 0 else UNKNOWN
-    return total

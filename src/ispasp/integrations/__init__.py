@@ -1,1 +1,1 @@
-"""Integrations: models that other packages have prepared."""
+"""Other packages: models under accelerate's hooks, and torchvision without CUDA."""

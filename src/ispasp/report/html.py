@@ -1,83 +1,71 @@
-"""A pruned model on one page: HTML that needs nothing beside itself."""
+"""`report.html`: a pruned model on one page that needs no other file."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from ispasp.errors import visible
-from ispasp.report import html_svg as svg
-from ispasp.report.html_style import CSS
-from ispasp.report.html_text import broken, count, finite, percent, rounding, setting
+from ispasp.report import svg
 
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+Record = Mapping[str, Any]
 
-_METHOD = {"dense": "compensated towards the dense network", "local": "compensated layer by layer"}
-_ERRORS = "Error against kept units"
-_FACETS = 24  # curves that are seen without asking for more
-# The browser itself refuses everything from outside; charts and styles are inside.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_COMPENSATION = {"dense": "compensated towards the dense network", "local": "compensated layer by layer"}
+_FACETS = 24  # curves that are visible without a click
+_DASH = '<span class="dim">–</span>'
+# Browsers load nothing from outside: charts and styles are in the page.
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+"""
 
 
-def html(result: Mapping[str, Any], curves: Curves | None = None) -> str:
+def html(result: Record, curves: Curves | None = None) -> str:
     """One page from `json.loads(result.to_json())`: opens offline, in light and dark, without scripts.
 
-    `curves`: hidden dimension -> (kept units, relative errors). Beside what `Result.to_json` gives, `result` may hold
-    "command" (what was typed), "model" (its name), "warnings" (sentences that everyone must see) and "no_curves" (why
-    there are none).
-
-    >>> cost = {"params": 5, "macs": 5, "dense_params": 10, "dense_macs": 10}
-    >>> layer = {"name": "fc<1>", "kind": "neuron", "units": 8, "kept": 4, "relative_error": 0.1, "certificate": 1e-8}
-    >>> page = html({"settings": {"method": "l1"}, "verified": 1e-8, "cost": cost, "layers": [layer], "frozen": []})
-    >>> page.startswith("<!doctype html>"), "fc&lt;1&gt;" in page, "fc<1>" in page
-    (True, True, False)
+    `curves`: hidden dimension -> (kept units, squared relative errors). `result` may also hold "command" (what was
+    typed), "model" (its name), "warnings" (sentences at the top) and "no_curves" (why there are none).
     """
     layers, rows = list(result.get("layers", ())), _in_order(result)
+    settings = result.get("settings", {})
     title = f"{result.get('model') or result.get('plan', {}).get('model') or 'Network'}, pruned"
     parts = [
-        _header(title, result.get("settings", {})),
+        _header(title, settings),
         *(f'<p class="warning">{escape(str(text))}</p>' for text in result.get("warnings", ())),
         _tiles(result),
         *(f'<p class="advice">{escape(str(text))}</p>' for text in result.get("advice", ())),
         _widths(rows),
-        _table(rows, bool(result.get("settings", {}).get("compensate"))),
+        _table(rows, bool(settings.get("compensate"))),
         _curves(layers, curves or {}, str(result.get("no_curves", ""))),
         _section("Notes", [{"name": layer["name"], "reason": n} for layer in layers for n in layer.get("notes", ())]),
         _section("Left whole", result.get("whole", ())),
         _section("Frozen, and why", result.get("frozen", ())),
-        _settings(result),
+        _settings(settings, str(result.get("command") or "")),
         _certificate(result, layers),
     ]
-    return visible(  # names may hold what a terminal or an editor obeys
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    css = files("ispasp.report").joinpath("style.css").read_text("utf-8")
+    body = "\n".join(part for part in parts if part)
+    page = f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+    return visible(f"{_HEAD}{page}</body>\n</html>\n")  # names may hold control characters
 
 
-def roots(curves: Curves) -> Curves:
-    """Relative errors of `Result.curves`, which hold their squares: the scale of all other errors on the page.
-
-    >>> roots({"fc": ((1, 2), (0.25, 0.0))})
-    {'fc': ((1, 2), [0.5, 0.0])}
-    """
-    return {name: (kept, [math.sqrt(max(e, 0.0)) for e in errors]) for name, (kept, errors) in curves.items()}
+def _header(title: str, settings: Record) -> str:
+    how = [f"method {settings.get('method', 'unknown')}"]
+    how += [f"{settings['order']} order"] if settings.get("order") else []
+    how.append(_COMPENSATION.get(str(settings.get("compensate")), "not compensated"))
+    return f"<header>{svg.MARK}<div><h1>{_breakable(title)}</h1><p>{escape(', '.join(how))}</p></div></header>"
 
 
-def _header(title: str, settings: Mapping[str, Any]) -> str:
-    said = [f"method {settings.get('method', 'unknown')}"]
-    said += [f"{settings['order']} order"] if settings.get("order") else []
-    said.append(_METHOD.get(str(settings.get("compensate")), "not compensated"))
-    return f"<header>{svg.MARK}<div><h1>{broken(title)}</h1><p>{escape(', '.join(said))}</p></div></header>"
-
-
-def _in_order(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Layers that lost units and layers that stay whole, in the order of the network."""
+def _in_order(result: Record) -> list[Record]:
+    """Pruned and whole layers, in the order of the network."""
     found = {row["name"]: row for row in result.get("layers", ())}
     if not found:
         return []
@@ -86,41 +74,42 @@ def _in_order(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [found[name] for name in names if name in found]
 
 
-def _tiles(result: Mapping[str, Any]) -> str:
-    """Evaluation and agreement first: what the network has lost; then what it has become smaller by."""
-    cost, agreement = result["cost"], result.get("agreement") or {}
-    tiles = [_score(name, scores) for scores in [result.get("scores") or {}] for name in scores.get("after", ())]
+def _tiles(result: Record) -> str:
+    """Scores and agreement first, then sizes."""
+    cost, scores, agreement = result["cost"], result.get("scores") or {}, result.get("agreement") or {}
+    tiles = []
+    for name, after in scores.get("after", {}).items():
+        now, before = (f"{v:.4g}" if _finite(v) else "–" for v in (after, scores["before"].get(name)))
+        tiles.append(_tile(escape(str(name)), now, f"{before} before pruning"))
     rate, difference = agreement.get("rate"), agreement.get("difference")
-    if finite(rate) or finite(difference):
-        kind = "held-out" if agreement.get("held_out") else "calibration"
-        about = f"{agreement.get('predictions', 0):,} predictions, " if finite(rate) else ""
-        about += f"{agreement.get('examples', 0):,} {kind} examples"
-        about += f"; outputs differ by {percent(difference)}" if finite(rate) and finite(difference) else ""
-        label = "Predictions as the dense model's" if finite(rate) else "Outputs differ by"
-        tiles.append(_tile(label, percent(rate if finite(rate) else difference), "", about, rate))
+    under = f"{agreement.get('examples', 0):,} {'held-out' if agreement.get('held_out') else 'calibration'} examples"
+    if _finite(rate):
+        under = f"{agreement.get('predictions', 0):,} predictions, {under}; outputs differ by {_percent(difference)}"
+        tiles.append(_tile("Predictions as the dense model's", _percent(rate), under, share=rate))
+    elif _finite(difference):
+        tiles.append(_tile("Outputs differ by", _percent(difference), under))
     for label, key in (("Parameters", "params"), ("MACs for one example", "macs")):
         after, before = cost[key], cost[f"dense_{key}"]
-        times = f"{before / after:.1f}× fewer" if after and before >= 1.1 * after else ""
+        times = f"<small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
         share = after / before if before else 1.0
-        tiles.append(_tile(label, count(after), times, f"{100 * share:.1f}&thinsp;% of {count(before)}", share))
+        tiles.append(_tile(label, _count(after), f"{100 * share:.1f}&thinsp;% of {_count(before)}", times, share))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _score(name: str, scores: Mapping[str, Any]) -> str:
-    before, after = (f"{v:.4g}" if finite(v) else "–" for v in (scores["before"].get(name), scores["after"][name]))
-    return _tile(escape(str(name)), after, "", f"{before} before pruning")
-
-
-def _tile(label: str, value: str, beside: str, under: str, share: float | None = None) -> str:
-    meter = f'<div class="meter"><i style="width:{100 * min(share, 1.0):.1f}%"></i></div>' if share is not None else ""
-    small = f"<small>{beside}</small>" if beside else ""
+def _tile(label: str, value: str, under: str, beside: str = "", share: float | None = None) -> str:
     return (
-        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{value}</span>{small}</div>'
-        f'{meter}<div class="under">{under}</div></div>'
+        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{value}</span>{beside}</div>'
+        f'{"" if share is None else _meter(share, label)}<div class="under">{under}</div></div>'
     )
 
 
-def _widths(rows: Sequence[Mapping[str, Any]]) -> str:
+def _meter(share: float, label: str) -> str:
+    """A track filled as far as units stay. All tracks have one length: 12 heads stand beside 4,096 neurons."""
+    fill = f'<i style="width:{100 * min(share, 1.0):.1f}%"></i>'
+    return f'<div class="meter" role="img" aria-label="{label}">{fill}</div>'
+
+
+def _widths(rows: Sequence[Record]) -> str:
     if not rows:
         return "<section><h2>Widths</h2><p>No layer lost a unit.</p></section>"
     return (
@@ -131,19 +120,20 @@ def _widths(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]], compensated: bool) -> str:
+def _table(rows: Sequence[Record], compensated: bool) -> str:
     if not rows:
         return ""
-    legend = (
-        f'<div class="legend"><span>{svg.BEFORE_KEY}before compensation</span>'
-        f"<span>{svg.AFTER_KEY}after it</span></div>"
-        if compensated
-        else ""
-    )
-    titles = ["before", "after", "held out"] if compensated else ["error"]
-    head = "".join(f'<th class="r">{title}</th>' for title in titles)
-    body = "".join(_row(i + 1, row, compensated) for i, row in enumerate(rows))
-    held = " Held out: the same on examples that the fit has not seen; expect this of new data." if compensated else ""
+    keys = {"error": "relative_error"}
+    legend = held = ""
+    if compensated:
+        keys = {"before": "uncompensated_error", "after": "relative_error", "held out": "held_out_error"}
+        held = " Held out: the same on examples that the fit has not seen; expect this of new data."
+        legend = (
+            f'<div class="legend"><span>{svg.BEFORE_KEY}before compensation</span>'
+            f"<span>{svg.AFTER_KEY}after it</span></div>"
+        )
+    head = "".join(f'<th class="r">{title}</th>' for title in keys)
+    body = "".join(_row(i + 1, row, keys) for i, row in enumerate(rows))
     return (
         "<section><h2>Layers</h2><p>Error: how far the outputs of the layers that read these units are from what they "
         f"should be, relative to their size.{held}</p>{legend}"
@@ -153,84 +143,138 @@ def _table(rows: Sequence[Mapping[str, Any]], compensated: bool) -> str:
     )
 
 
-def _row(number: int, row: Mapping[str, Any], compensated: bool) -> str:
-    kept, units, after = row["kept"], row["units"], row.get("relative_error")
-    before = row.get("uncompensated_error") if compensated else None
-    values = {"error": after}
-    if compensated:
-        values = {"before": before, "after": after, "held out": row.get("held_out_error")}
-    stay = (
-        f'{kept:,} <span class="dim">of {units:,}</span>' if kept < units else f'<span class="dim">all {units:,}</span>'
+def _row(number: int, row: Record, keys: Mapping[str, str]) -> str:
+    kept, units = row["kept"], row["units"]
+    cells = "".join(
+        f'<td class="r number" data-label="{label}">{_percent(row.get(key))}</td>' for label, key in keys.items()
     )
-    errors = svg.dumbbell(before, after) if kept < units else '<span class="dim">left whole</span>'
-    cells = "".join(f'<td class="r number" data-label="{key}">{percent(v)}</td>' for key, v in values.items())
-    whole = "" if kept < units else ' class="whole"'
+    whole, errors, stay = (
+        ' class="whole"',
+        '<span class="dim">left whole</span>',
+        f'<span class="dim">all {units:,}</span>',
+    )
+    if kept < units:
+        before = row.get(keys["before"]) if "before" in keys else None
+        whole, errors = "", svg.dumbbell(before, row.get("relative_error"))
+        stay = f'{kept:,} <span class="dim">of {units:,}</span>'
+    bar = _meter(kept / max(units, 1), f"{kept} of {units} units stay")
     return (
-        f'<tr{whole}><td class="r dim">{number}</td><td class="name">{broken(row["name"])}</td>'
-        f'<td class="dim">{escape(str(row.get("kind", "")))}</td><td class="bar">{svg.bar(kept, units)}</td>'
+        f'<tr{whole}><td class="r dim">{number}</td><td class="name">{_breakable(row["name"])}</td>'
+        f'<td class="dim">{escape(str(row.get("kind", "")))}</td><td class="bar">{bar}</td>'
         f'<td class="r">{stay}</td><td class="error">{errors}</td>{cells}</tr>'
     )
 
 
-def _curves(layers: Sequence[Mapping[str, Any]], curves: Curves, without: str) -> str:
-    drawn = {name: points for name, points in curves.items() if len(points[0])}
-    if not drawn:
-        return f"<section><h2>{_ERRORS}</h2><p>{escape(without)}</p></section>" if without else ""
+def _curves(layers: Sequence[Record], curves: Curves, without: str) -> str:
     kept = {layer["name"]: layer["kept"] for layer in layers}
-    order = [name for name in kept if name in drawn] + [name for name in drawn if name not in kept]
-    facets = [f"<div><h3>{broken(name)}</h3>{svg.curve(*drawn[name], kept.get(name))}</div>" for name in order]
-    shown = f'<div class="facets">{"".join(facets[:_FACETS])}</div>'
-    if facets[_FACETS:]:
-        shown += (
-            f'<details class="more"><summary>more layers <b>{len(facets) - _FACETS}</b></summary>'
-            f'<div class="facets">{"".join(facets[_FACETS:])}</div></details>'
-        )
+    names = [name for name in dict.fromkeys([*kept, *curves]) if name in curves and len(curves[name][0])]
+    about = (
+        "What the method would lose at other widths, as predicted from the calibration data, layer by layer and "
+        "without compensation. The dot is the chosen width with its error."
+    )
+    if not names and not without:
+        return ""
+    facets = []
+    for name in names:
+        errors = [math.sqrt(max(error, 0.0)) for error in curves[name][1]]
+        facets.append(f"<div><h3>{_breakable(name)}</h3>{svg.curve(curves[name][0], errors, kept.get(name))}</div>")
+    shown, folded = "".join(facets[:_FACETS]), facets[_FACETS:]
+    more = f'<div class="facets">{"".join(folded)}</div>'
     return (
-        f"<section><h2>{_ERRORS}</h2><p>What the method would lose at other widths, as predicted from the calibration "
-        "data, layer by layer and without compensation. The dot is the chosen width with its error.</p>"
-        f"{shown}</section>"
+        f"<section><h2>Error against kept units</h2><p>{about if names else escape(without)}</p>"
+        f'<div class="facets">{shown}</div>{_details("more layers", len(folded), more) if folded else ""}</section>'
     )
 
 
-def _section(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def _details(summary: str, count: int, content: str, opened: str = "") -> str:
+    return f"<details{opened}><summary>{summary} <b>{count}</b></summary>{content}</details>"
+
+
+def _section(title: str, rows: Sequence[Record]) -> str:
     return f"<section><h2>{title}</h2>{_grouped(rows)}</section>" if rows else ""
 
 
-def _grouped(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Names under what is said of them, most frequent first; open where that is not long."""
+def _grouped(rows: Sequence[Record]) -> str:
+    """Names under the reason they share, most frequent first; short lists are open."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         node = f' <span class="dim">({escape(str(row["node"]))})</span>' if row.get("node") else ""
-        text = f'<li><span class="name">{broken(row["name"])}</span>{node}</li>'
+        text = f'<li><span class="name">{_breakable(row["name"])}</span>{node}</li>'
         groups.setdefault(str(row["reason"]), []).append(text)
     opened = " open" if len(rows) <= 12 else ""
     return "".join(
-        f"<details{opened}><summary>{escape(reason)} <b>{len(names)}</b></summary><ul>{''.join(names)}</ul></details>"
+        _details(escape(reason), len(names), f"<ul>{''.join(names)}</ul>", opened)
         for reason, names in sorted(groups.items(), key=lambda item: -len(item[1]))
     )
 
 
-def _settings(result: Mapping[str, Any]) -> str:
+def _settings(settings: Record, command: str) -> str:
     rows = "".join(
-        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{setting(value)}</dd></div>"
-        for key, value in result.get("settings", {}).items()
+        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{_setting(value)}</dd></div>"
+        for key, value in settings.items()
     )
-    command = f"<pre>{escape(str(result['command']))}</pre>" if result.get("command") else ""
-    return f"<section><h2>How it was made</h2><dl>{rows}</dl>{command}</section>"
+    typed = f"<pre>{escape(command)}</pre>" if command else ""
+    return f"<section><h2>How it was made</h2><dl>{rows}</dl>{typed}</section>"
 
 
-def _certificate(result: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
+def _certificate(result: Record, layers: Sequence[Record]) -> str:
     """What was proved about the surgery, and what was not."""
-    said = escape(
-        str(result.get("proof") or "Largest relative difference to the dense network with removed units masked")
-    )
+    proof = result.get("proof") or "Largest relative difference to the dense network with removed units masked"
     rows = "".join(
-        f'<li><span class="name">{broken(row["name"])}</span> {rounding(row.get("certificate"))}</li>' for row in layers
+        f'<li><span class="name">{_breakable(row["name"])}</span> {_rounding(row.get("certificate"))}</li>'
+        for row in layers
     )
-    each = f"<details><summary>layer by layer <b>{len(layers)}</b></summary><ul>{rows}</ul></details>" if rows else ""
+    each = _details("layer by layer", len(layers), f"<ul>{rows}</ul>") if rows else ""
     missing = [{"name": name, "reason": why} for name, why in (result.get("unproved") or {}).items()]
     return (
-        f'<section class="proof"><h2>Removed equals masked</h2><p class="value">{rounding(result.get("verified"))}</p>'
-        f"<p>{said}. Rounding only: otherwise pruning stops with an error.</p>{each}"
+        f'<section class="proof"><h2>Removed equals masked</h2><p class="value">{_rounding(result.get("verified"))}</p>'
+        f"<p>{escape(str(proof))}. Rounding only: otherwise pruning stops with an error.</p>{each}"
         f"{'<h2>Not proved</h2>' + _grouped(missing) if missing else ''}</section>"
     )
+
+
+def _count(number: float) -> str:
+    """A count in K, M, G or T: 50.8 K, 21.8 M, 3.66 G."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "K")):
+        if abs(number) >= size:
+            return f"{number / (1e3 if letter == 'K' else size):.3g} {letter}"
+    return f"{number:,.0f}"
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _percent(value: Any) -> str:
+    if not _finite(value):
+        return _DASH
+    if 0 < value < 5e-5:
+        return "&lt;&thinsp;0.01&thinsp;%"
+    return f"{100 * value:.2f}&thinsp;%" if abs(value) < 0.1 else f"{100 * value:.1f}&thinsp;%"
+
+
+def _rounding(value: Any) -> str:
+    return "0" if value == 0 else f"{value:.0e}" if _finite(value) else _DASH
+
+
+def _breakable(text: Any) -> str:
+    """A module path that browsers may break after its signs."""
+    return re.sub(r"([._:/])", r"\1<wbr>", escape(str(text)))
+
+
+def _setting(value: Any) -> str:
+    """A setting: one line per name of a mapping, commas in a list."""
+    if isinstance(value, Mapping) and value:
+        return "<br>".join(f"<code>{escape(f'{key} {_text(each)}')}</code>" for key, each in value.items())
+    text = _text(value)
+    return f"<code>{escape(text)}</code>" if text else '<span class="none">none</span>'
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None or value == {} else str(value)

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Item = TypeVar("Item")
-_EVERY = 10.0  # seconds between lines where there is no terminal
+_EVERY = 10.0  # seconds between lines
 _LOG = logging.getLogger("ispasp.progress")
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None, *, show: bool = True) -> Iterator[Item]:
-    """Yield the items behind a bar on standard error; where that is no terminal, write a line every ten seconds.
+    """Yield the items and show a bar on standard error; if that is no terminal, write a line every ten seconds.
 
-    Lines go to the logger `ispasp.progress` instead where an application listens to it.
+    Lines go to the logger `ispasp.progress` instead if an application listens to it.
 
     >>> list(track([1, 2, 3], "counting"))
     [1, 2, 3]
@@ -40,12 +40,9 @@ def _lines(items: Iterable[Item], what: str, total: int | None) -> Iterator[Item
         now = time.monotonic()
         if now - last >= _EVERY:
             last = now
-            _tell(f"{what}: {done}{f' of {total}' if total else ''}, {now - start:.0f} s")
+            line = f"{what}: {done}{f' of {total}' if total else ''}, {now - start:.0f} s"
+            if _LOG.hasHandlers() and _LOG.isEnabledFor(logging.INFO):
+                _LOG.info(line)
+            else:
+                print(f"ispasp: {line}", file=sys.stderr, flush=True)
         yield item
-
-
-def _tell(line: str) -> None:
-    if _LOG.hasHandlers() and _LOG.isEnabledFor(logging.INFO):
-        _LOG.info(line)
-    else:
-        print(f"ispasp: {line}", file=sys.stderr, flush=True)

@@ -1,112 +1,60 @@
-"""Selectors: statistics and weights in, units to keep out. They see tensors, never modules.
+"""Selectors: from statistics and weights to the units to keep. They see tensors, never modules.
 
-The consumers and statistics that they look at are here as well. Every module of this folder is imported, so that a file
-with a class under `@register` is a new method; the names below are those that type checkers know.
+Every module of this folder is imported, so a new file with a class under `@register` is a new method. The values that
+selectors take and return are those of `ispasp.types`.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from ispasp.calibrate import measure
-from ispasp.select.base import Selector
-from ispasp.select.cosamp import CoSaMP
-from ispasp.select.data import select_units
-from ispasp.select.energy import energy
-from ispasp.select.evidence import Evidence
-from ispasp.select.fpgm import FPGM
-from ispasp.select.function import ByScore, Score
-from ispasp.select.gfs import GFS
-from ispasp.select.gfs_local import GFSLocal
-from ispasp.select.ispasp import ISpaSP, i_spasp
-from ispasp.select.lasso import Lasso
-from ispasp.select.norm import L1, L2
-from ispasp.select.obs import OBS
-from ispasp.select.random import Random
-from ispasp.select.registry import METHODS, methods, register, selector
-from ispasp.select.scores import Scored, sum_by_unit
-from ispasp.select.slimming import Slimming
-from ispasp.select.taylor import Taylor
-from ispasp.select.thinet import ThiNet
-from ispasp.select.topk import TopK
-from ispasp.types import (
-    Consumer,
-    ConvConsumer,
-    Gram,
-    LinearConsumer,
-    Magnitude,
-    Moment,
-    Producer,
-    Reading,
-    Selection,
-    Sensitivity,
-    Statistic,
-    Statistics,
-    Step,
-    Total,
-    by_channel,
-    register_statistic,
-    units_to_keep,
-)
-
-__all__ = [
-    "FPGM",
-    "GFS",
-    "L1",
-    "L2",
-    "OBS",
-    "ByScore",
-    "CoSaMP",
-    "Consumer",
-    "ConvConsumer",
-    "Evidence",
-    "GFSLocal",
-    "Gram",
-    "ISpaSP",
-    "Lasso",
-    "LinearConsumer",
-    "Magnitude",
-    "Moment",
-    "Producer",
-    "Random",
-    "Reading",
-    "Score",
-    "Scored",
-    "Selection",
-    "Selector",
-    "Sensitivity",
-    "Slimming",
-    "Statistic",
-    "Statistics",
-    "Step",
-    "Taylor",
-    "ThiNet",
-    "TopK",
-    "Total",
-    "by_channel",
-    "energy",
-    "i_spasp",
-    "measure",
-    "methods",
-    "register",
-    "register_statistic",
-    "select_units",
-    "selector",
-    "sum_by_unit",
-    "units_to_keep",
-]
+from ispasp.engine import measure as measure
+from ispasp.select.activations import FLAP as FLAP
+from ispasp.select.activations import Spread as Spread
+from ispasp.select.activations import TopK as TopK
+from ispasp.select.activations import Wanda as Wanda
+from ispasp.select.base import METHODS
+from ispasp.select.base import ByScore as ByScore
+from ispasp.select.base import Found as Found
+from ispasp.select.base import Score as Score
+from ispasp.select.base import Scored as Scored
+from ispasp.select.base import Search as Search
+from ispasp.select.base import Selector as Selector
+from ispasp.select.base import methods as methods
+from ispasp.select.base import option as option
+from ispasp.select.base import register as register
+from ispasp.select.base import selector as selector
+from ispasp.select.base import sum_by_unit as sum_by_unit
+from ispasp.select.cosamp import CoSaMP as CoSaMP
+from ispasp.select.data import select_units as select_units
+from ispasp.select.evidence import Evidence as Evidence
+from ispasp.select.evidence import energy as energy
+from ispasp.select.fpgm import FPGM as FPGM
+from ispasp.select.gfs import GFS as GFS
+from ispasp.select.gfs import GFSLocal as GFSLocal
+from ispasp.select.ispasp import ISpaSP as ISpaSP
+from ispasp.select.ispasp import i_spasp as i_spasp
+from ispasp.select.lasso import Lasso as Lasso
+from ispasp.select.norm import L1 as L1
+from ispasp.select.norm import L2 as L2
+from ispasp.select.norm import Slimming as Slimming
+from ispasp.select.obs import OBS as OBS
+from ispasp.select.random import Random as Random
+from ispasp.select.sp import SubspacePursuit as SubspacePursuit
+from ispasp.select.taylor import Taylor as Taylor
+from ispasp.select.thinet import ThiNet as ThiNet
+from ispasp.types import *  # noqa: F403
 
 
 def _import_all() -> None:
-    """Import every module of the folder."""
-    for module in iter_modules(__path__):
+    for module in iter_modules(__path__):  # noqa: F405
         import_module(f"{__name__}.{module.name}")
 
 
 if not TYPE_CHECKING:  # to a type checker a misspelt name stays an error
 
     def __getattr__(name: str) -> Any:
-        """The class of a method that is not in the list above, such as one registered elsewhere."""
+        """The class of a method that is registered elsewhere."""
         found = next((kind for kind in METHODS.values() if kind.__name__ == name), None)
         if found is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

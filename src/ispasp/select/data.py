@@ -1,4 +1,4 @@
-"""Selection straight from a weight and the activations it reads: the one-call form for tensors."""
+"""`select_units`: choose units straight from a weight and the activations it reads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
-from ispasp.select.base import Selector
-from ispasp.select.function import Score
-from ispasp.select.registry import selector
+from ispasp.select.base import Score, Selector, selector
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Selection, Statistics, Step
-from ispasp.types.checks import checked_tensor
-
-_ELSEWHERE = {"producers", "sensitivity"}  # needs that are not statistics of H
+from ispasp.types.dimension import checked_tensor
 
 
 def select_units(
@@ -31,13 +27,11 @@ def select_units(
     """Choose the units to keep from activations that fit in memory, and measure ||V||_F on them, V = A H - A H_S.
 
     `consumers`: a weight (outputs, channels) or (outputs, channels, *kernel), a consumer, or several that read the
-    same hidden dimension. `H`: what they get, (batch, ..., channels) or (batch, channels, *size); one tensor for all,
+    same hidden dimension. `H`: what they read, (batch, ..., channels) or (batch, channels, *size); one tensor for all,
     or one for each. `producers`: what makes the units, for methods that need it: a weight (channels, *fan-in), a
     Producer, or several.
 
-    >>> torch.manual_seed(0)
-    <torch._C.Generator object at ...>
-    >>> H = torch.rand(100, 8) * torch.tensor([9.0, 8, 7, 6, 0.1, 0.1, 0.1, 0.1]); W = torch.randn(4, 8)
+    >>> H = torch.ones(100, 8) * torch.tensor([9.0, 8, 7, 6, 0.1, 0.1, 0.1, 0.1]); W = torch.eye(8)
     >>> select_units(W, H, keep=0.5).kept
     (0, 1, 2, 3)
     >>> select_units(W, H, keep=2, method="l1", producers=torch.arange(8.0)[:, None]).kept
@@ -53,11 +47,11 @@ def select_units(
     if not As or len(Hs) != len(As):
         raise InputError(f"{len(As)} consumers and {len(Hs)} activations: pass one tensor for all, or one for each")
     chosen = selector(method)
-    needs = {"moment", *chosen.needs} - _ELSEWHERE
+    needs = {"moment", *chosen.needs} - {"producers", "sensitivity"}  # those are not statistics of H
     readings = tuple(measure(A, X, needs) for A, X in zip(As, Hs, strict=True))
     selection = chosen.select(Statistics(As[0].count_units(), readings, _producers(producers)), keep)
-    measured = [_with_residual(step, As, Hs) for step in (selection.start, *selection.steps)]
-    return replace(selection, start=measured[0], steps=tuple(measured[1:]))
+    start, *steps = (_with_residual(step, As, Hs) for step in (selection.start, *selection.steps))
+    return replace(selection, start=start, steps=tuple(steps))
 
 
 def _consumer(given: Tensor | Consumer) -> Consumer:
@@ -82,10 +76,7 @@ def _with_residual(step: Step, As: Sequence[Consumer], Hs: Sequence[Tensor]) -> 
         return step
     total = 0.0
     for A, H in zip(As, Hs, strict=True):
-        unit_of = A.unit_of()
-        kept = torch.tensor(step.kept, dtype=unit_of.dtype, device=unit_of.device)
-        removed = (unit_of >= 0) & ~torch.isin(unit_of, kept)
-        axes = (1,) * len(A.kernel) if isinstance(A, ConvConsumer) else ()
-        V = A(H.detach().double() * removed.double().reshape(-1, *axes))
-        total += float(V.square().sum())
+        removed = torch.ones(A.count_units(), dtype=torch.float64, device=A.weight.device)
+        removed[list(step.kept)] = 0.0
+        total += float(A(H.detach().double() * A.per_channel(removed)).square().sum())
     return replace(step, residual=math.sqrt(total))

@@ -4,88 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ispasp.select.base import Selector
-from ispasp.select.evidence import Evidence
-from ispasp.select.ordering import comparable, descending
-from ispasp.select.registry import register
-from ispasp.types import Selection, Statistics, units_to_keep
+from ispasp.select.base import Found, Search, register
+from ispasp.select.evidence import Evidence, comparable, descending
 
 _RIDGE = 1e-10  # relative to each diagonal entry: units that depend on others may enter without failing
 _END = 1e-8  # lambda below this part of the first is zero: the ridge would decide who enters
-
 _STEPS = 20  # per unit: far more than a path has, unless rounding lets a unit come and go for ever
 
 
 @register
 @dataclass(frozen=True)
-class Lasso(Selector):
+class Lasso(Search):
     """Choose units by LASSO regression of the dense output on what each unit contributes to it.
 
         min over beta of 1/2 ||A H - sum_i beta_i A H_i||_F^2 + lambda sum_i |beta_i|
 
     He, Zhang, Sun (2017), Channel Pruning for Accelerating Very Deep Neural Networks. With the energy matrix this is a
-    quadratic in n unknowns, whatever the data. lambda falls from where no unit is left until s are.
-
-    Needs Gram matrices; costs n s for each unit that enters or leaves, after the energy matrix.
+    quadratic in n unknowns. lambda falls from where no unit is left until s are; if it reaches zero before, the units
+    that contribute most of the rest are added. Needs Gram matrices; costs n s for each unit that enters or leaves,
+    after the energy matrix.
 
     Where we leave the paper: it solves for one lambda after the other and raises it until few enough are left. The
     solution is piecewise linear in lambda (Efron, Hastie, Johnstone, Tibshirani 2004, Least angle regression), so we
-    walk from one kink to the next: exact, with no step to choose and no tolerance. Its refit of the weights is
-    compensation's matter, and so are the factors beta: only which of them are zero is used. Contributions keep their
-    size (the paper gives weights norm one): a penalty on factors lets units in first that contribute much.
+    walk from one kink to the next: exact, with no step or tolerance to choose. Only which factors beta are zero is
+    used; refitting the weights is left to compensation. Contributions keep their size (the paper gives weights norm
+    one), so units that contribute much enter first.
 
-    >>> from ispasp.calibrate import measure
-    >>> from ispasp.types import LinearConsumer
-    >>> r = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, 3.0, -2.0]]), ["gram"])
-    >>> Lasso().select(Statistics(3, (r,)), keep=2).kept
+    >>> from ispasp.select import select_units
+    >>> select_units(torch.eye(3), torch.tensor([[1.0, 3.0, -2.0]]), 2, "lasso").kept
     (1, 2)
     """
 
-    name: ClassVar[str] = "lasso"
-    needs: ClassVar[tuple[str, ...]] = ("gram",)
+    name = "lasso"
+    needs = ("gram",)
 
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose `keep` units. If lambda reaches zero before, those that contribute most of the rest are added.
-
-        >>> from ispasp.calibrate import measure
-        >>> from ispasp.types import LinearConsumer
-        >>> H = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
-        >>> r = measure(LinearConsumer(torch.ones(1, 3)), H, ["gram"])
-        >>> Lasso().select(Statistics(3, (r,)), keep=1).kept
-        (1,)
-        """
-        s = units_to_keep(keep, statistics.units)
-        evidence = Evidence(statistics)
-        E = evidence.energy(self.name)
-        return evidence.selection(_filled(E, [s]), converged=True)
-
-    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
+    def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """One walk down lambda passes all widths."""
-        return _filled(Evidence(statistics).energy(self.name), widths)
+        E = evidence.energy(self.name)
+        ranked, found = descending(E.diagonal()).tolist(), []
+        for kept, width in zip(_path(E, widths), widths, strict=True):
+            rest = [unit for unit in ranked if unit not in set(kept)]
+            found.append(Found([sorted([*kept, *rest][:width])]))
+        return found
 
 
-def _filled(E: Tensor, widths: Sequence[int]) -> list[tuple[int, ...]]:
-    """The units of every width; those that contribute most of the rest where lambda reaches zero before."""
-    ranked = descending(E.diagonal()).tolist()
-    found = []
-    for width, kept in zip(widths, lasso_path(E, widths), strict=True):
-        known = set(kept)
-        rest = [i for i in ranked if i not in known]
-        found.append(tuple(sorted(kept + rest[: width - len(kept)])))
-    return found
-
-
-def lasso_path(E: Tensor, widths: Sequence[int]) -> list[list[int]]:
-    """The units that are non-zero at the largest lambda that has so many; fewer if lambda reaches zero before. (n, n)
-
-    >>> lasso_path(torch.diag(torch.tensor([1.0, 3.0, 0.0, 2.0])).double(), [2, 4])
-    [[1, 3], [1, 3, 0]]
-    """
+def _path(E: Tensor, widths: Sequence[int]) -> list[list[int]]:
+    """The non-zero units at the largest lambda that has so many; fewer if lambda reaches zero before."""
     E = E + torch.diag(_RIDGE * E.diagonal())
     c, beta = E.sum(1), torch.zeros_like(E[0])  # c: correlations with the residual, E (1 - beta)
     first = float(c.abs().max())
@@ -123,9 +91,9 @@ def _positive(step: Tensor, end: float) -> Tensor:
 
 
 class _Active:
-    """The units S with beta_i != 0: the rows of E that belong to them, and M = L^-1 with L L^T = E_SS.
+    """The units S with beta_i != 0: their rows of E, and M = L^-1 with L L^T = E_SS.
 
-    M instead of L makes a step products only, and is as exact as the path needs: its condition is the root of E's.
+    M instead of L makes a step products only, and is exact enough: its condition is the root of E's.
     """
 
     def __init__(self, E: Tensor) -> None:

@@ -1,31 +1,147 @@
-"""OBS: optimal brain surgeon for whole units, the least-squares error of what stays decides."""
+"""OBS: optimal brain surgeon for whole units, which refits the others after every removal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import Selector
-from ispasp.select.energy import columns
-from ispasp.select.evidence import Evidence
-from ispasp.select.ordering import smallest
-from ispasp.select.registry import register
-from ispasp.select.scores import prefixes
-from ispasp.types import Selection, Statistics, units_to_keep
+from ispasp.select.base import Found, Search, option, prefixes, register, whole
+from ispasp.select.evidence import Evidence, columns, descending, places, smallest
+from ispasp.types import Statistics
 
-_PENDING = 128  # columns removed before all is brought up to date
+_PENDING = 128  # columns removed before all matrices are brought up to date
+_WORTH = 1 - 1e-6  # an exchange costs at most this part of what it saves, else rounding decides
+
+
+# Least squares for whole units: what removing one costs, and adding one gains, when the others are refitted ----------
+
+
+@dataclass(frozen=True, eq=False)
+class Regression:
+    """One group of one consumer: min over W' of tr (W - W')^T G (W - W'), W' zero outside the kept units.
+
+    Columns are laid out unit by unit, b for each; a unit with fewer is padded with zero columns, which change nothing.
+    """
+
+    units: Tensor  # (n,) sorted
+    W: Tensor  # (n b, O): the consumer's weight transposed
+    G: Tensor  # (n b, n b): X X^T and the ridge
+    b: int
+
+
+def laid_out(W: Tensor, G: Tensor, unit_of: Tensor, ridge: float) -> Regression:
+    """The regression of W (O, K) and G (K, K), given the unit of each column (K,)."""
+    units, at = torch.unique(unit_of, return_inverse=True)  # (n,), (K,)
+    n, place = len(units), places(at, len(units))
+    b = int(place.max()) + 1
+    where = at * b + place  # of each column in the new layout
+    padded, transposed = G.new_zeros(n * b, n * b), G.new_zeros(n * b, len(W))
+    padded[where[:, None], where] = G
+    padded.diagonal().add_(ridge)
+    transposed[where] = W.T
+    return Regression(units, transposed, padded, b)
+
+
+def regressions(statistics: Statistics, ridge: float) -> Iterator[Regression]:
+    """One regression for every group of every consumer; `ridge` is relative to the mean of the Gram's diagonal."""
+    for reading in statistics.readings:
+        if reading.gram is None:
+            continue  # `Evidence.energy` has raised before
+        W, unit_of = columns(reading.consumer)
+        G = reading.gram.total.double()
+        damping = ridge * (float(G.diagonal(dim1=1, dim2=2).mean()) or 1.0)  # 1 if the consumer reads only zeros
+        for w, g, units in zip(W, G, unit_of, strict=True):
+            mine = units >= 0
+            if bool(mine.any()):
+                yield laid_out(w[:, mine], g[mine][:, mine], units[mine], damping)
+
+
+def ridge_option() -> Any:
+    """The ridge of `regressions`, as an option of a method."""
+    return option(1e-6, _positive, "a number > 0, a part of the mean of the Gram's diagonal")
+
+
+def _positive(ridge: float) -> bool:
+    return isinstance(ridge, Real) and not isinstance(ridge, bool) and 0 < ridge < math.inf
+
+
+@contextmanager
+def positive_definite(method: str, ridge: float) -> Iterator[None]:
+    """Say in words that a Cholesky factorisation failed."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in its __all__
+        raise InputError(
+            f"a Gram matrix is not positive definite with ridge={ridge}: take it in float64, or pass a larger ridge "
+            f"such as {method}(ridge=1e-3)"
+        ) from error
+
+
+class Fit:
+    """The least squares of a kept set, which units may enter and leave.
+
+    With M the kept columns and R the others, the symmetric matrix D holds -G_MM^-1, G_MM^-1 G_MR and the Schur
+    complement of G_RR; B holds the fitted W' and the correlations of R with the residual. Then
+    tr(B_u^T |D_uu|^-1 B_u) is the error that unit u of M costs when it leaves, and that u of R saves when it enters.
+    """
+
+    def __init__(self, regression: Regression, kept: Tensor) -> None:
+        """`kept` is a mask over the units of the hidden dimension."""
+        G, W, self._b, self.units = regression.G, regression.W, regression.b, regression.units
+        self._kept = kept[self.units].clone()
+        inside = self._kept.repeat_interleave(self._b)
+        M, R = torch.nonzero(inside).flatten(), torch.nonzero(~inside).flatten()
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(G[M[:, None], M]))
+        P = inverse @ G[M[:, None], R]
+        schur = G[R[:, None], R] - G[R[:, None], M] @ P
+        self._D, self._B = torch.empty_like(G), torch.empty_like(W)
+        self._D[M[:, None], M], self._D[M[:, None], R] = -inverse, P
+        self._D[R[:, None], M], self._D[R[:, None], R] = P.T, schur
+        self._B[M], self._B[R] = W[M] + P @ W[R], schur @ W[R]
+        self.error = float((W[R] * self._B[R]).sum())  # of the set it was made for
+
+    def scores(self, units: int) -> Tensor:
+        """What each unit costs or saves, 0 for those that are not read here. (units,)"""
+        n, b = len(self.units), self._b
+        D = self._D.reshape(n, b, n, b).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (n, b, b)
+        D = torch.where(self._kept[:, None, None], -D, D)
+        Z: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(D), self._B.reshape(n, b, -1), upper=False)
+        return Z.new_zeros(units).index_copy(0, self.units, Z.square().sum((1, 2)))
+
+    def move(self, unit: int) -> None:
+        """Let a unit leave or enter, whichever it can: a sweep of D and B."""
+        k = int(torch.searchsorted(self.units, unit))
+        C = slice(k * self._b, (k + 1) * self._b)
+        sign = -1.0 if bool(self._kept[k]) else 1.0
+        inverse = torch.linalg.inv(self._D[C, C])
+        rows, right = inverse @ self._D[C], inverse @ self._B[C]  # (b, K), (b, O)
+        across = self._D[:, C].clone()
+        self._D -= across @ rows
+        self._B -= across @ right
+        self._D[C], self._D[:, C] = sign * rows, sign * rows.T
+        self._D[C, C], self._B[C] = -inverse, sign * right
+        self._kept[k] = ~self._kept[k]
+
+
+def total_scores(fits: Sequence[Fit], units: int) -> Tensor:
+    """What each unit costs or saves in all fits together. (units,)"""
+    return torch.stack([fit.scores(units) for fit in fits]).sum(0)
+
+
+# The method ----------------------------------------------------------------------------------------------------------
 
 
 @register
 @dataclass(frozen=True)
-class OBS(Selector):
+class OBS(Search):
     """Remove one unit at a time, the one the refitted others replace best, and refit.
 
     Hassibi, Stork (1993), Second order derivatives for network pruning: Optimal Brain Surgeon, in the layer-wise form
@@ -36,71 +152,50 @@ class OBS(Selector):
 
     of ||(W - W') X||_F^2, G = X X^T, over all W' that do not read u; then W becomes that W'. Where we leave them: a
     unit is a block of channels x taps, and the increases of several consumers and groups add up. Channels outside the
-    hidden dimension keep their weights. The last W' is not handed on: a selection is a set, and local compensation
-    finds W' again, with a shift besides. So pair it with compensation.
-
-    Needs Gram matrices. Costs K^3 for the inverse and K^2 b for each unit removed at most, K what a group of the
-    consumer reads and b the part of it that is one unit (9 for a 3 x 3 convolution).
+    hidden dimension keep their weights. The last W' is not handed on: compensation finds it again, so pair it with
+    compensation.
 
     `ridge` is added to the diagonal of G, relative to its mean: it holds W' near W where the data do not decide. Below
     about 1e-9 rounding decides.
+    `swaps` tries so many exchanges after the removals: the removed unit that saves most enters, the unit that costs
+    least leaves, if that lowers the error. This is the local search of Meng et al. (2024), OSSCAR, one pair at a time.
 
-    >>> from ispasp.calibrate import measure
-    >>> from ispasp.types import LinearConsumer
+    Needs Gram matrices. Costs K^3 for the inverse and at most K^2 b for each unit removed, K what a group of the
+    consumer reads and b the part of it that is one unit (9 for a 3 x 3 convolution); with `swaps` another K^3, and
+    2 K^2 b for each.
+
+    >>> from ispasp.select import select_units
     >>> H = torch.tensor([[1.0, 1.0, 0.3], [2.0, 2.0, 0.0]])   # units 0 and 1 can stand in for each other
-    >>> r = measure(LinearConsumer(torch.ones(1, 3)), H, ["gram"])
-    >>> OBS().select(Statistics(3, (r,)), keep=2).kept
+    >>> select_units(torch.ones(1, 3), H, 2, "obs").kept
     (0, 2)
     """
 
-    name: ClassVar[str] = "obs"
-    needs: ClassVar[tuple[str, ...]] = ("gram",)
+    name = "obs"
+    needs = ("gram",)
 
-    ridge: float = 1e-6
+    ridge: float = ridge_option()
+    swaps: int = option(0, whole(0), "an integer >= 0, the exchanges to try after the removals")
 
-    def __post_init__(self) -> None:
-        """Refuse a ridge that makes nothing invertible."""
-        if not isinstance(self.ridge, Real) or isinstance(self.ridge, bool) or not 0 < self.ridge < math.inf:
-            raise InputError(f"ridge={self.ridge!r}: pass a number > 0, a part of the mean of the Gram's diagonal")
-
-    def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose `keep` units; the highest index goes first among equals.
-
-        >>> from ispasp.calibrate import measure
-        >>> from ispasp.types import LinearConsumer
-        >>> r = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 2.0]]), ["gram"])
-        >>> OBS().select(Statistics(3, (r,)), keep=2).kept   # unit 1 can stand in for unit 0
-        (1, 2)
-        """
-        s = units_to_keep(keep, statistics.units)
-        evidence = Evidence(statistics)
-        return evidence.selection(self._left(statistics, evidence, [s]), converged=True)
-
-    def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
-        """One sequence of removals passes all widths."""
-        return self._left(statistics, Evidence(statistics), widths)
-
-    def _left(self, statistics: Statistics, evidence: Evidence, widths: Sequence[int]) -> list[tuple[int, ...]]:
-        dense = float(evidence.energy(self.name).diagonal().sum())
-        n = statistics.units
-        try:
-            gone = _eliminate(_regressions(statistics, self.ridge), n, min(widths), dense)
-        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in its __all__
-            raise InputError(
-                f"a Gram matrix is not positive definite with ridge={self.ridge}: take it in float64, or pass a "
-                "larger ridge such as OBS(ridge=1e-3)"
-            ) from error
-        stay = sorted(set(range(n)) - set(gone))
-        return prefixes([*stay, *reversed(gone)], widths)
+    def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
+        """One sequence of removals passes all widths; each has its own exchanges."""
+        dense, n = float(evidence.energy(self.name).diagonal().sum()), evidence.statistics.units
+        with positive_definite("OBS", self.ridge):
+            removals = [_Removals(each) for each in regressions(evidence.statistics, self.ridge)]
+            gone = _eliminate(removals, n, min(widths), dense)
+            found = prefixes([*sorted(set(range(n)) - set(gone)), *reversed(gone)], widths)
+            if not self.swaps:
+                return found
+            problems = list(regressions(evidence.statistics, self.ridge))
+            return [Found([_exchanged(problems, each.sets[-1], n, self.swaps, dense)]) for each in found]
 
 
-def _eliminate(regressions: Sequence[_Regression], n: int, s: int, dense: float) -> list[int]:
+def _eliminate(removals: Sequence[_Removals], n: int, s: int, dense: float) -> list[int]:
     """The units that go, in order, until s of n are left; increases below rounding of `dense` are equal."""
     read_by: list[list[int]] = [[] for _ in range(n)]
-    for number, regression in enumerate(regressions):
+    for number, regression in enumerate(removals):
         for unit in regression.units.tolist():
             read_by[unit].append(number)
-    increase = torch.stack([regression.increase(n) for regression in regressions])  # (regressions, n)
+    increase = torch.stack([regression.increase(n) for regression in removals])  # (regressions, n)
     stays = torch.ones(n, dtype=torch.bool, device=increase.device)
     gone: list[int] = []
     for _ in range(n - s):
@@ -108,45 +203,66 @@ def _eliminate(regressions: Sequence[_Regression], n: int, s: int, dense: float)
         stays[u] = False
         gone.append(u)
         for number in read_by[u]:
-            regressions[number].remove(u)
-            increase[number] = regressions[number].increase(n)
+            removals[number].remove(u)
+            increase[number] = removals[number].increase(n)
     return gone
 
 
-class _Regression:
-    """Least squares of one group of one consumer.
+def _exchanged(problems: Sequence[Regression], kept: Sequence[int], n: int, swaps: int, dense: float) -> list[int]:
+    """The kept units after at most `swaps` tries to exchange one of them for another."""
+    inside = torch.zeros(n, dtype=torch.bool, device=problems[0].G.device)
+    inside[list(kept)] = True
+    fits = [Fit(problem, inside) for problem in problems]
 
-    Columns are laid out unit by unit, b for each; a unit with fewer is filled up by columns that are always zero, which
-    change nothing. W is kept transposed. Removing unit u makes
+    def move(unit: int) -> None:
+        inside[unit] = ~inside[unit]
+        for fit in fits:
+            if bool((fit.units == unit).any()):
+                fit.move(unit)
+
+    tried: set[int] = set()
+    for _ in range(swaps):
+        saved = total_scores(fits, n)
+        j = next((i for i in descending(saved, dense).tolist() if not inside[i] and i not in tried), None)
+        if j is None:
+            break
+        move(j)
+        costs = total_scores(fits, n)
+        u = smallest(costs, inside, dense)
+        move(u)
+        if float(costs[u]) < _WORTH * float(saved[j]):
+            tried.clear()  # another set: what was no use before may be now
+            continue
+        if u != j:
+            move(u)
+            move(j)
+        tried.add(j)
+    found: list[int] = torch.nonzero(inside).flatten().tolist()
+    return found
+
+
+class _Removals:
+    """A regression from which units are removed one after the other.
+
+    W is kept transposed. Removing unit u makes
 
         G^-1 <- G^-1 - F^T F,  W <- W - F^T Z,  F = L^-1 (G^-1)_u,:,  Z = L^-1 W_u,  L L^T = (G^-1)_uu.
 
-    Scores need only the diagonal blocks of G^-1 and of W W^T, which are kept up to date; all else is wanted when its
-    unit goes, and made then from the F and Z since the last `catch_up`. So a step reads W once and writes no matrix.
+    Scores need only the diagonal blocks of G^-1 and of W W^T, which are kept up to date; the rest is computed when its
+    unit goes, from the F and Z since the last `catch_up`. So a step reads W once and writes no matrix.
     """
 
-    def __init__(self, W: Tensor, G: Tensor, unit_of: Tensor, ridge: float) -> None:
-        """W (O, K), G (K, K), unit of each column (K,)."""
-        self.units, at = torch.unique(unit_of, return_inverse=True)  # (n,) sorted, (K,)
-        counts = torch.bincount(at)
-        n, b = len(counts), int(counts.max())
-        order = torch.sort(at, stable=True).indices
-        place = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[at[order]]
-        where = at[order] * b + place  # of column order[c] in the new layout
-        padded = G.new_zeros(n * b, n * b)
-        padded[where[:, None], where] = G[order[:, None], order]
-        padded.diagonal().add_(ridge)
-        self.W = G.new_zeros(n * b, len(W))  # transposed: the columns of a unit are rows that lie together
-        self.W[where] = W.T[order]
-        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(padded))
+    def __init__(self, regression: Regression) -> None:
+        self.units, self.W, n, b = regression.units, regression.W, len(regression.units), regression.b
+        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.G))
         blocks = self._inverse.reshape(n, b, n, b).diagonal(dim1=0, dim2=2)  # (b, b, n)
         self._blocks = blocks.permute(2, 0, 1).contiguous()
         each = self.W.reshape(n, b, -1)
         self._squares = each @ each.mT  # W_u W_u^T of every unit, (n, b, b)
-        self._F = G.new_empty(_PENDING + b, n * b)  # of removals that W and G^-1 do not know yet
-        self._Z = G.new_empty(_PENDING + b, len(W))
+        self._F = self.W.new_empty(_PENDING + b, n * b)  # of removals that W and G^-1 do not contain yet
+        self._Z = self.W.new_empty(_PENDING + b, self.W.shape[1])
         self._pending = 0
-        self._alive = torch.ones(n, dtype=torch.bool, device=G.device)
+        self._alive = torch.ones(n, dtype=torch.bool, device=self.W.device)
 
     def increase(self, units: int) -> Tensor:
         """tr(W_u ((G^-1)_uu)^-1 W_u^T) for all units at once, 0 for those that are not read here. (units,)"""
@@ -179,17 +295,15 @@ class _Regression:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Bring all of W and G^-1 up to date: few large products instead of many small ones."""
+        """Bring W and G^-1 up to date: few large products instead of many small ones."""
         F, Z = self._F[: self._pending], self._Z[: self._pending]
         self.W.addmm_(F.T, Z, alpha=-1)
         self._inverse.addmm_(F.T, F, alpha=-1)
         self._pending = 0
-        if 2 * int(self._alive.sum()) <= len(self._alive):
-            self._shrink()
-
-    def _shrink(self) -> None:
-        """Leave removed units out of all matrices: the second half of the removals costs a quarter of the first."""
         alive, b = self._alive, self._blocks.shape[1]
+        if 2 * int(alive.sum()) > len(alive):
+            return
+        # drop removed units from all matrices: the second half of the removals costs a quarter of the first
         columns = alive.repeat_interleave(b)
         self.units, self._blocks, self._squares = self.units[alive], self._blocks[alive], self._squares[alive]
         self.W, self._inverse = self.W[columns], self._inverse[columns][:, columns]
@@ -200,19 +314,3 @@ class _Regression:
 def _by_unit(x: Tensor, b: int) -> Tensor:
     """(m, K) -> (n, b, m)"""
     return x.reshape(len(x), -1, b).permute(1, 2, 0)
-
-
-def _regressions(statistics: Statistics, ridge: float) -> list[_Regression]:
-    """One regression for every group of every consumer."""
-    found = []
-    for reading in statistics.readings:
-        if reading.gram is None:
-            continue  # the energy has been asked for before, which refuses this
-        W, unit_of = columns(reading.consumer)
-        G = reading.gram.total.double()
-        damping = ridge * (float(G.diagonal(dim1=1, dim2=2).mean()) or 1.0)  # 1 if the consumer gets nothing but zeros
-        for w, g, units in zip(W, G, unit_of, strict=True):
-            mine = units >= 0
-            if bool(mine.any()):
-                found.append(_Regression(w[:, mine], g[mine][:, mine], units[mine], damping))
-    return found

@@ -18,17 +18,11 @@ from ispasp.errors import InputError
 
 @final
 class SlimMultiheadAttention(nn.Module):
-    """What `nn.MultiheadAttention` computes, with H heads of size D where H * D need not be the model's width E.
+    """Computes what `nn.MultiheadAttention` does, with H heads of size D where H * D need not be the model's width E.
 
-    Made by `slim`. The parameters have the names that `nn.MultiheadAttention` gives them:
-    in_proj_weight (3 * H * D, E), or with kdim or vdim q_proj_weight (H * D, E), k_proj_weight (H * D, kdim) and
-    v_proj_weight (H * D, vdim); in_proj_bias (3 * H * D); bias_k and bias_v (1, 1, H * D); out_proj.weight (E, H * D).
-
-    >>> SlimMultiheadAttention(nn.MultiheadAttention(8, 2), heads=2)
-    SlimMultiheadAttention(
-      embed_dim=8, num_heads=2, head_dim=4
-      (out_proj): NonDynamicallyQuantizableLinear(in_features=8, out_features=8, bias=True)
-    )
+    `slim` makes it. Parameters have the names that torch gives them: in_proj_weight (3 * H * D, E), or with kdim or
+    vdim q_proj_weight (H * D, E), k_proj_weight (H * D, kdim) and v_proj_weight (H * D, vdim); in_proj_bias
+    (3 * H * D); bias_k and bias_v (1, 1, H * D); out_proj.weight (E, H * D).
     """
 
     in_proj_weight: Tensor | None
@@ -48,7 +42,7 @@ class SlimMultiheadAttention(nn.Module):
     add_zero_attn: bool
 
     def __init__(self, module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> None:
-        """Take over all that `module` carries: the very same parameters, in copies of the tables that hold them."""
+        """Take over everything that `module` has: the same parameters, in copies of the dicts that hold them."""
         super().__init__()
         for name, value in vars(module).items():
             if name != "_compiled_call_impl":  # bound to `module`
@@ -58,7 +52,7 @@ class SlimMultiheadAttention(nn.Module):
         self._qkv_same_embed_dim = False
 
     def extra_repr(self) -> str:
-        """Say how many heads are left."""
+        """Show the number of heads."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def forward(
@@ -78,11 +72,6 @@ class SlimMultiheadAttention(nn.Module):
         key_padding_mask (S) or (B, S); attn_mask (L, S) or (B * H, L, S), H being the number of heads left.
         Returns the output, of query's shape, and None or the weights: (B, L, S), averaged over the heads left, or
         (B, H, L, S); without B if query has no batch.
-
-        >>> x = torch.randn(5, 3, 8)
-        >>> output, weights = SlimMultiheadAttention(nn.MultiheadAttention(8, 2), heads=2)(x, x, x)
-        >>> output.shape, weights.shape
-        (torch.Size([5, 3, 8]), torch.Size([3, 5, 5]))
         """
         if is_causal and attn_mask is None:
             raise InputError("is_causal=True is a hint about attn_mask, which is None: pass the causal mask as well")
@@ -152,7 +141,7 @@ class SlimMultiheadAttention(nn.Module):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average_attn_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Take what nn.TransformerEncoder sends if it was built with all heads: it settles on nested tensors then."""
+        """Attend on nested tensors, which an nn.TransformerEncoder built with all heads sends."""
         padded = {id(x): x.to_padded_tensor(0.0) for x in (query, key, value)}  # one tensor stays one tensor
         q, k, v = padded[id(query)], padded[id(key)], padded[id(value)]
         lengths = torch.tensor([x.shape[0] for x in key.unbind()], device=k.device)
@@ -181,20 +170,10 @@ class SlimMultiheadAttention(nn.Module):
 
 
 def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> SlimMultiheadAttention:
-    """Stand in for an attention whose parameters have been cut to `heads` heads.
+    """Returns a stand-in for an attention whose parameters have been cut to `heads` heads.
 
-    The result holds the very same Parameter objects under the same names and in the same order, the same `out_proj`
-    (whose in_features are corrected), the training flag and the hooks; `module` should not be used any more.
-    in_proj_weight (3 * heads * D, E) and the like, see `SlimMultiheadAttention`.
-
-    >>> attention = nn.MultiheadAttention(8, 4, bias=False)  # heads of size 2, of which the first three stay
-    >>> attention.in_proj_weight.data = attention.in_proj_weight.data.view(3, 8, 8)[:, :6].reshape(18, 8)
-    >>> attention.out_proj.weight.data = attention.out_proj.weight.data[:, :6]
-    >>> slim(attention, heads=3)
-    SlimMultiheadAttention(
-      embed_dim=8, num_heads=3, head_dim=2
-      (out_proj): NonDynamicallyQuantizableLinear(in_features=6, out_features=8, bias=False)
-    )
+    It holds the same Parameter objects under the same names, the same `out_proj` with corrected in_features, the
+    training flag and the hooks. Do not use `module` any more.
     """
     _check_module(module, heads)
     made = SlimMultiheadAttention(module, heads)
@@ -212,8 +191,8 @@ def _check_module(module: nn.MultiheadAttention | SlimMultiheadAttention, heads:
             f"{type(module).__name__} does not run nn.MultiheadAttention.forward: what its own forward does with fewer "
             "heads is unknown; leave it dense"
         )
-    if heads < 1:
-        raise InputError(f"heads={heads}: an attention keeps at least one")
+    if heads < 0:
+        raise InputError(f"heads={heads}: pass the number of heads that are left")
     width = heads * module.head_dim
     expected = {"in_proj_weight": (0, 3 * width), "in_proj_bias": (0, 3 * width), "out_proj.weight": (1, width)}
     expected |= {f"{x}_proj_weight": (0, width) for x in "qkv"} | {f"bias_{x}": (2, width) for x in "kv"}
@@ -227,7 +206,7 @@ def _check_module(module: nn.MultiheadAttention | SlimMultiheadAttention, heads:
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the scores; it broadcasts to (B, H, L, S)."""
+    """Returns both masks as one to add to the scores; it broadcasts to (B, H, L, S)."""
     (B, H, L, _), S = q.shape, k.shape[2]
     merged = None
     if attn_mask is not None:

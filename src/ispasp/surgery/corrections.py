@@ -1,8 +1,8 @@
-"""Find the numbers that a forward reads and that must shrink with the units.
+"""Find the attributes that a forward reads and that must shrink with the units.
 
-A forward that says `x.view(B, N, self.num_heads, -1)` fails once heads are gone, unless `num_heads` is corrected. Which
-attributes those are is found by trial: in the module that fails, every whole number that equals a dense size of one of
-its hidden dimensions is a candidate; the smallest set of corrections with which the module runs is taken.
+A forward that says `x.view(B, N, self.num_heads, -1)` fails once heads are gone, unless `num_heads` is corrected. Such
+attributes are found by trial: in the module that fails, every integer that equals a dense size of one of its hidden
+dimensions is a candidate, and the smallest set of corrections with which the module runs is taken.
 """
 
 from __future__ import annotations
@@ -12,67 +12,101 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, islice, takewhile
 from typing import Any
 
+import torch
 from torch import nn
 
-from ispasp.graph.interrupts import uninterrupted
-from ispasp.surgery import attributes
-from ispasp.surgery.attempt import Failure, Shape, call
-from ispasp.types.layout import Extent, Kept, full_length, kept_length, names_in
-from ispasp.types.plan import Attribute, Structure
+from ispasp.engine.batches import tensors_of
+from ispasp.errors import TraceError
+from ispasp.graph.state import state_kept, uninterrupted
+from ispasp.graph.trace import Batch
+from ispasp.surgery.remove import numbers, put_back, write_number
+from ispasp.surgery.verify import Failure, Frame, output_of, watching
+from ispasp.types.dimension import Attribute, Extent, Kept, Structure, full_length, kept_length, names_in
 
 _TRIES = (200, 50, 15)  # in the module that fails, in the one around it, further out: these take ever longer
 _MOST_FRAMES = 6
 _MOST_PASSES = 60
 _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends on names, never their verdict
 
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Sequence[Sequence[Shape]]]  # module -> for every call the shapes of the tensors it returned
 
-def search(
-    failure: Failure, structure: Structure, kept: Kept, dense: Mapping[str, list[list[Shape]]]
-) -> tuple[Attribute, ...]:
-    """Corrections with which the failing module runs, looking outwards from where it failed; empty if none is found."""
+
+def shapes_of(model: nn.Module, batch: Batch) -> Shapes:
+    """Returns the shapes of the tensors that every module returns, call by call."""
+    shapes: dict[str, list[list[Shape]]] = {}
+
+    def note(frame: Frame, output: Any) -> None:
+        shapes.setdefault(frame.path, []).append(_shapes(output))
+
+    try:
+        with watching(model, [], note):
+            output_of(model, batch)
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} fails on a batch on which it ran before ({type(error).__name__}: "
+            f"{str(error)[:300]}): its forward must do the same on every call"
+        ) from error
+    return shapes
+
+
+def _shapes(output: Any) -> list[Shape]:
+    return [tuple(t.shape) for t in tensors_of(output)]
+
+
+def call(frame: Frame) -> list[Shape] | None:
+    """Returns the shapes that a module returns when called again, None if it fails."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), state_kept(frame.module):
+        try:
+            return _shapes(frame.module(*frame.args, **frame.kwargs))
+        except Exception:
+            return None
+
+
+def search(failure: Failure, structure: Structure, kept: Kept, dense: Shapes) -> tuple[Attribute, ...]:
+    """Returns corrections with which the failing module runs, looking outwards from it; empty if there are none."""
     frames = list(reversed(failure.stack))
     allowed = _allowed(structure, kept)
     for depth, frame in enumerate(frames[:_MOST_FRAMES]):
-        inner = [f for f in frames[: depth + 1] if not is_builtin(f.module)]
         if is_builtin(frame.module):
             continue
+        inner = [f for f in frames[: depth + 1] if not is_builtin(f.module)]
         options = [o for f in reversed(inner) for o in _options(frame.path, f.path, f.module, structure, kept)]
         modules = {f.path: f.module for f in inner}
         for chosen in islice(_subsets(options), _TRIES[min(len(inner), len(_TRIES)) - 1]):
             before = {path: dict(vars(module)) for path, module in modules.items()}
             try:
                 for correction in chosen:
-                    attributes.write(modules[correction.module], correction.name, kept_length(correction.extent, kept))
+                    write_number(modules[correction.module], correction.name, kept_length(correction.extent, kept))
                 found = call(frame)
             finally:  # also on Ctrl-C
-                _put_back(modules, before)
-            if found is not None and _fits(found, dense.get(frame.path, []), allowed):
+                with uninterrupted():
+                    for path, module in modules.items():
+                        put_back(module, before[path])
+            if found is not None and _fits(found, dense.get(frame.path, ()), allowed):
                 return tuple(chosen)
     return ()
 
 
-def _put_back(modules: Mapping[str, nn.Module], before: Mapping[str, dict[str, Any]]) -> None:
-    with uninterrupted():
-        for path, values in before.items():
-            vars(modules[path]).clear()
-            vars(modules[path]).update(values)
-
-
 def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, kept: Kept) -> list[Attribute]:
-    """The same corrections for every other module of the same class."""
+    """Returns the same corrections for all modules of the same class."""
+
+    def pattern(correction: Attribute) -> list[list[bool]]:
+        return [[name is not None for name, _ in segment] for segment in correction.extent]
+
     corrections: list[Attribute] = []
     for correction in found:
         cls = type(model.get_submodule(correction.module))
         for path, module in model.named_modules():
             if type(module) is cls:
                 options = _options(path, path, module, structure, kept)
-                same = [o for o in options if o.name == correction.name and _pattern(o) == _pattern(correction)]
-                corrections += same[:1]
+                same = (o for o in options if o.name == correction.name and pattern(o) == pattern(correction))
+                corrections += islice(same, 1)
     return corrections
 
 
 def candidates(path: str, model: nn.Module, structure: Structure, kept: Kept) -> Iterator[tuple[Attribute, ...]]:
-    """Sets of corrections that could be tried in and below a module, the smallest first; each costs a forward pass."""
+    """Yields sets of corrections to try in and below a module, the smallest first; each costs a forward pass."""
     known = {(a.module, a.name) for a in structure.attributes}
     options = []
     for inside, module in model.get_submodule(path).named_modules():
@@ -83,17 +117,9 @@ def candidates(path: str, model: nn.Module, structure: Structure, kept: Kept) ->
 
 
 def common_path(names: Sequence[str]) -> str:
-    """The innermost module that holds all these tensors.
-
-    >>> common_path(["a.b.q.weight", "a.b.k.weight"]), common_path(["a.weight"])
-    ('a.b', 'a')
-    """
+    """Returns the innermost module that holds all these tensors."""
     steps = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
-
-
-def _pattern(correction: Attribute) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple(name is not None for name, _ in segment) for segment in correction.extent)
 
 
 def is_builtin(module: nn.Module) -> bool:
@@ -102,23 +128,21 @@ def is_builtin(module: nn.Module) -> bool:
 
 
 def _options(around: str, path: str, module: nn.Module, structure: Structure, kept: Kept) -> list[Attribute]:
-    """Numbers of a module that equal a dense size involving a hidden dimension of the tensors around it."""
+    """Returns the integers of a module that equal a dense size with a hidden dimension in the tensors around it."""
     sizes: dict[int, list[Extent]] = {}
     for extent in _extents(around, structure, kept):
         known = sizes.setdefault(full_length(extent), [])
         if all(kept_length(extent, kept) != kept_length(other, kept) for other in known):
             known.append(extent)
-    found = [Attribute(path, name, e) for name, value in attributes.numbers(module) for e in sizes.get(value, ())]
+    found = [Attribute(path, name, e) for name, value in numbers(module) for e in sizes.get(value, ())]
     return sorted(found, key=lambda option: (not _LIKELY.search(option.name), "." in option.name))
 
 
 def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
-    """Whole axes, their segments, and products of the leading factors of these."""
+    """Yields axes with hidden dimensions, their segments, and the first, last and single factors of these."""
     prefix = f"{path}." if path else ""
     for name, layout in structure.tensors.items():
-        if not name.startswith(prefix):
-            continue
-        for extent in layout.axes.values():
+        for extent in layout.axes.values() if name.startswith(prefix) else ():
             parts: list[Extent] = [extent, *((segment,) for segment in extent)]
             parts += [(segment[:k],) for segment in extent for k in range(1, len(segment))]
             parts += [(segment[k:],) for segment in extent for k in range(1, len(segment))]
@@ -127,7 +151,7 @@ def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
 
 
 def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
-    """Sets of corrections of different attributes, the smallest first."""
+    """Yields sets of corrections of different attributes, the smallest first."""
     for size in range(1, len(options) + 1):
         for chosen in combinations(options, size):
             if len({(correction.module, correction.name) for correction in chosen}) == size:
@@ -135,21 +159,17 @@ def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
 
 
 def _allowed(structure: Structure, kept: Kept) -> set[tuple[int, int]]:
-    pairs = set()
-    for layout in structure.tensors.values():
-        for extent in layout.axes.values():
-            pairs.add((full_length(extent), kept_length(extent, kept)))
-            pairs |= {(full_length((seg[:1],)), kept_length((seg[:1],), kept)) for seg in extent}
-    return pairs
+    """Returns how axes may shrink: dense and remaining lengths."""
+    axes = [extent for layout in structure.tensors.values() for extent in layout.axes.values()]
+    parts = [*axes, *((segment[:1],) for extent in axes for segment in extent)]
+    return {(full_length(part), kept_length(part, kept)) for part in parts}
 
 
-def _fits(found: list[Shape], calls: list[list[Shape]], allowed: set[tuple[int, int]]) -> bool:
-    """Shapes are those of the dense model, but for axes that have lost units."""
-    return any(
-        len(found) == len(dense)
-        and all(
-            len(a) == len(b) and all(x == y or (y, x) in allowed for x, y in zip(a, b, strict=True))
-            for a, b in zip(found, dense, strict=True)
-        )
-        for dense in calls
-    )
+def _fits(found: Sequence[Shape], calls: Sequence[Sequence[Shape]], allowed: set[tuple[int, int]]) -> bool:
+    """Whether shapes are those of the dense model but for axes that have lost units."""
+
+    def fits(small: Shape, dense: Shape) -> bool:
+        pairs = zip(small, dense, strict=False)
+        return len(small) == len(dense) and all(x == y or (y, x) in allowed for x, y in pairs)
+
+    return any(len(found) == len(dense) and all(map(fits, found, dense)) for dense in calls)

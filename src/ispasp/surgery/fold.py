@@ -1,8 +1,8 @@
 """Fold layers that compute their weight in the forward into plain layers, which can lose inputs.
 
 Weight standardisation, spectral norm and other parametrizations normalise a weight over its inputs. With fewer inputs
-the rest of the weight would change, so removing would not equal masking. The weight itself depends on parameters only:
-a plain layer that holds it gives the same outputs, and can be pruned.
+the rest of the weight would change, so removing would not equal masking. A plain layer that holds the computed weight
+gives the same outputs and can be pruned.
 """
 
 from __future__ import annotations
@@ -23,35 +23,21 @@ from torch.overrides import TorchFunctionMode
 from ispasp.errors import InputError, PlanError
 from ispasp.graph.analyse import Analysis, analyse, owner
 from ispasp.graph.atoms import UNKNOWN, resolve
-from ispasp.graph.interrupts import uninterrupted
+from ispasp.graph.state import uninterrupted
 from ispasp.graph.trace import Batch, evaluating
 
-_CONVOLUTIONS: tuple[type[nn.Module], ...] = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS)
-_PRODUCTS = (
-    functional.linear,
-    functional.conv1d,
-    functional.conv2d,
-    functional.conv3d,
-    functional.conv_transpose1d,
-    functional.conv_transpose2d,
-    functional.conv_transpose3d,
-)
+_KINDS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, *(getattr(nn, kind) for kind in _KINDS))
+_FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_PRODUCTS = tuple(getattr(functional, name) for name in _FUNCTIONS)
 _HOOKS = (SpectralNorm, WeightNorm, BasePruningMethod)  # they compute the weight before each call
 _STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-_WEIGHT_NORM = "_WeightNorm"  # torch's own, which surgery makes good for without folding
+_WEIGHT_NORM = "_WeightNorm"  # torch's own, which surgery corrects without folding
 
 
 @final
 class SameConv2d(nn.Conv2d):
-    """A convolution that pads its input as TensorFlow's "SAME" does: by the input's size, more behind than before."""
+    """A convolution that pads as TensorFlow's "SAME" does: by the input's size, more behind than before."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as torch calls it
         """Pad with zeros, then convolve."""
@@ -65,17 +51,19 @@ class SameConv2d(nn.Conv2d):
 
 
 class Folding:
-    """Layers of a model that were replaced by plain ones, and can be put back."""
+    """The layers of a model that are replaced by plain ones, and can be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Nothing is replaced yet."""
+        """Start with no layer replaced."""
         self._model = model
         self._replaced: dict[str, tuple[nn.Module, nn.Module]] = {}  # path -> the layer, the plain one
 
     def fold(self, paths: Iterable[str]) -> None:
-        """Replace these layers, wherever they are used; plain ones stay as they are."""
+        """Replace these layers wherever they are used. Plain ones stay."""
         for path in dict.fromkeys(paths):
-            old = _submodule(self._model, path)
+            old = submodule(self._model, path)
+            if old is self._model:
+                raise PlanError("the plan makes a plain layer of the model itself: write it again with to_json")
             if _base(old) is not None and not _computes(old):
                 continue
             new = folded(old) if _owns_its_tensors(self._model, old) else None
@@ -85,30 +73,27 @@ class Folding:
                     "weight from its own parameters: build the model of the plan"
                 )
             self._replaced[path] = old, new
-            _replace(self._model, old, new)
+            replace_module(self._model, old, new)
 
     def restore(self, but: Iterable[str] = ()) -> None:
-        """Put the layers back, all but some."""
+        """Put the layers back, except those in `but`."""
         for path in [path for path in self._replaced if path not in set(but)]:
             old, new = self._replaced.pop(path)
-            _replace(self._model, new, old)
+            replace_module(self._model, new, old)
 
     def check(self, optimizer: torch.optim.Optimizer | None, paths: Iterable[str]) -> None:
-        """Refuse an optimizer that trains parameters of these layers: folding replaces them."""
+        """Check that the optimizer trains no parameter of these layers: folding replaces them."""
         held = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for path in paths:
-            old, new = self._replaced.get(path, (None, None))
-            gone = (
-                {} if old is None or new is None else {id(p) for p in old.parameters()} - {*map(id, new.parameters())}
-            )
-            if held & set(gone):
+        for path in (path for path in paths if path in self._replaced):
+            old, new = self._replaced[path]
+            if held & ({*map(id, old.parameters())} - {*map(id, new.parameters())}):
                 raise InputError(
                     f"the optimizer trains the parameters that {path!r} computes its weight from, and pruning replaces "
                     "them by a plain weight: build the optimizer after pruning"
                 )
 
     def lost(self, path: str) -> int:
-        """How many parameters fewer the plain layer has."""
+        """Returns how many parameters fewer the plain layer has."""
         if path not in self._replaced:
             return 0
         old, new = self._replaced[path]
@@ -117,7 +102,7 @@ class Folding:
 
 @contextmanager
 def folding(model: nn.Module, layers: Folding | None = None) -> Iterator[Folding]:
-    """A block that may fold layers; on any exception all of them are put back."""
+    """Put all layers back on any exception in a block."""
     found = Folding(model) if layers is None else layers
     try:
         yield found
@@ -127,20 +112,8 @@ def folding(model: nn.Module, layers: Folding | None = None) -> Iterator[Folding
         raise
 
 
-@contextmanager
-def folded_for_now(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-    """A block in which these layers are plain ones."""
-    with folding(model) as layers:
-        layers.fold(paths)
-        yield
-        layers.restore()
-
-
 def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple[str, ...]:
-    """Paths of the layers that must be folded before their units, or units they read, can go.
-
-    Those are the layers with more units that can go once they are plain. Other computed weights stay computed.
-    """
+    """Returns the layers that have more removable units once they are plain. Other computed weights stay computed."""
     computing = [(path, module) for path, module in model.named_modules() if path and _computes(module)]
     paths = [path for path, module in computing if _owns_its_tensors(model, module) and folded(module) is not None]
     if not paths:
@@ -154,19 +127,14 @@ def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple
 
 
 def folded(module: nn.Module) -> nn.Module | None:
-    """A plain layer with the weight that a module computes, or None if its output is not that of a plain layer.
-
-    >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval()
-    >>> folded(layer), folded(nn.Linear(4, 3)), folded(nn.ReLU())
-    (Linear(in_features=4, out_features=3, bias=True), None, None)
-    """
+    """Returns a plain layer with the weight that a module computes, None if that gives other outputs."""
     base = _base(module)
     if base is None or not _computes(module) or "forward" in vars(module):
         return None
     try:
         with evaluating(module):
             return _folded(module, base)
-    except Exception:  # a forward of any kind, run on inputs that it may not take
+    except Exception:  # a forward may raise anything
         return None
 
 
@@ -177,7 +145,7 @@ def _folded(module: Any, base: type[nn.Module]) -> nn.Module | None:
     weight, bias = runs[0][2][0]
     for _, _, ((w, b),) in runs:
         if not _same(w, weight) or (b is not bias and (b is None or bias is None or not _same(b, bias))):
-            return None  # depends on the input
+            return None  # the weight depends on the input
     for cls in (base, SameConv2d) if base is nn.Conv2d else (base,):
         new = _plain(module, cls, weight, bias)
         if all(_same(new.forward(x), y) for x, y, _ in runs):
@@ -186,7 +154,7 @@ def _folded(module: Any, base: type[nn.Module]) -> nn.Module | None:
 
 
 class _Products(TorchFunctionMode):
-    """Notes weight and bias of every linear map and convolution."""
+    """Records weight and bias of every linear map and convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +169,7 @@ class _Products(TorchFunctionMode):
 
 
 def _watched(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor | None]]]:
-    """An input, the module's output, and the products on the way. Hooks of users are not called."""
+    """Returns an input, the module's output and the recorded products. Users' hooks are not called."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _HOOKS):
             hook(module, (x,))
@@ -211,7 +179,7 @@ def _watched(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[T
 
 
 def _probes(module: Any) -> list[Tensor]:
-    """Random inputs of several sizes."""
+    """Returns random inputs of several sizes."""
     like = next(p for p in module.parameters() if p.is_floating_point())
     if isinstance(module, nn.Linear):
         shapes = [(3, module.in_features), (2, 5, module.in_features)]
@@ -223,7 +191,7 @@ def _probes(module: Any) -> list[Tensor]:
 
 
 def _plain(module: nn.Module, cls: type[nn.Module], weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """A layer of a plain class with all that the module carries but for its tensors."""
+    """Returns a layer of a plain class with these tensors, and everything else that the module has."""
     new = cls.__new__(cls)
     new.__dict__.update({k: v for k, v in vars(module).items() if k not in ("weight", "bias", "_compiled_call_impl")})
     trains = any(p.requires_grad for p in module.parameters())
@@ -243,12 +211,12 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _base(module: nn.Module) -> Any:
-    """The plain layer that a module is a kind of."""
+    """Returns the plain class that a module derives from."""
     return next((cls for cls in type(module).__mro__ if cls in _PLAIN), None)
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module may be a layer that computes its weight. Quantisation-aware layers count as plain."""
+    """Whether a layer may compute its weight. Quantisation-aware layers count as plain."""
     base = _base(module)
     if base is None or isinstance(module, SameConv2d) or type(module).__module__.startswith("torch.ao."):
         return False
@@ -260,14 +228,14 @@ def _computes(module: Any) -> bool:
 
 
 def _owns_its_tensors(model: nn.Module, module: nn.Module) -> bool:
-    """Whether no other module holds one of its parameters: what is tied would come apart."""
+    """Whether no other module holds one of its parameters. Folding would separate tied ones."""
     inside = {*module.modules()}
     own = {id(p) for p in module.parameters()}
     return not any(id(p) in own for m in model.modules() if m not in inside for p in m._parameters.values())
 
 
 def _free(analysis: Analysis) -> dict[str, int]:
-    """For each layer how many of its inputs and outputs are not frozen."""
+    """Returns how many inputs and outputs of each layer are not frozen."""
     found: dict[str, int] = {}
     for contraction in analysis.tracker.contractions:
         axes = (*contraction.contracted, *contraction.made)
@@ -278,19 +246,18 @@ def _free(analysis: Analysis) -> dict[str, int]:
     return found
 
 
-def _submodule(model: nn.Module, path: str) -> nn.Module:
+def submodule(model: nn.Module, path: str) -> nn.Module:
+    """Returns a module that a plan names."""
     try:
-        found = model.get_submodule(path)
+        return model.get_submodule(path)
     except AttributeError as error:
         raise PlanError(
             f"{type(model).__name__} has no module {path!r}: build the dense model that the plan was made for"
         ) from error
-    if found is model:
-        raise PlanError("the plan makes a plain layer of the model itself: write it again with to_json")
-    return found
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module wherever it is used."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:

@@ -1,57 +1,86 @@
-"""Surgery: cut tensors to a plan, correct numbers, and be able to take it all back."""
+"""Surgery: cut a model's tensors to a plan and correct its attributes, with a way back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ispasp.errors import InputError, IspaspError, PlanError
 from ispasp.graph.analyse import owner
-from ispasp.graph.interrupts import uninterrupted
-from ispasp.surgery import attributes
+from ispasp.graph.state import uninterrupted
 from ispasp.surgery.attention import slim
-from ispasp.surgery.fold import Folding
-from ispasp.surgery.modules import own_sizes
-from ispasp.types.layout import Extent, full_length, kept_length, kept_mask, names_in
-from ispasp.types.plan import Plan, TensorLayout
+from ispasp.surgery.empty import empty_class
+from ispasp.surgery.fold import Folding, replace_module, submodule
+from ispasp.types.dimension import Extent, TensorLayout, full_length, kept_length, kept_mask, names_in
+from ispasp.types.plan import Plan
+
+_PLANS = "_ispasp_plans"  # an attribute that deepcopy takes along, and state_dict, repr and torch.export do not see
+_SIZES: Mapping[type[nn.Module], tuple[str, ...]] = {  # attributes that repeat the shape of `weight`
+    nn.Linear: ("out_features", "in_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
+    nn.EmbeddingBag: ("num_embeddings", "embedding_dim"),
+    nn.Bilinear: ("out_features", "in1_features", "in2_features"),
+    nn.modules.batchnorm._NormBase: ("num_features",),
+    nn.GroupNorm: ("num_channels",),
+    nn.PReLU: ("num_parameters",),
+}
 
 
-class Undo:
-    """Steps that restore the model, to be run in reverse order."""
-
-    def __init__(self) -> None:
-        """Nothing to undo yet."""
-        self._steps: list[Callable[[], None]] = []
-
-    def __call__(self, step: Callable[[], None]) -> None:
-        """Remember how to take back what is done next."""
-        self._steps.append(step)
-
-    def run(self) -> None:
-        """Take everything back."""
-        while self._steps:
-            self._steps.pop()()
+@final
+class Undo(ExitStack):
+    """Steps that restore a model: `undo.callback(step, *arguments)` adds one, `close` runs all, the last first."""
 
 
 @contextmanager
 def all_or_nothing() -> Iterator[Undo]:
-    """On any exception the model is exactly as before."""
+    """Restore the model on any exception."""
     undo = Undo()
     try:
         yield undo
     except BaseException:
         with uninterrupted():
-            undo.run()
+            undo.close()
         raise
 
 
 @contextmanager
+def removed(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Remove units for the time of a block."""
+    with all_or_nothing() as undo:
+        remove_(model, plan, undo)
+        yield
+        with uninterrupted():
+            undo.close()
+
+
+def plans_of(model: nn.Module) -> tuple[Plan, ...]:
+    """Returns every plan that was applied to the model, the first one first."""
+    found: tuple[Plan, ...] = vars(model).get(_PLANS, ())
+    return found
+
+
+def remember_(model: nn.Module, plan: Plan, undo: Undo) -> None:
+    """Record that the plan was applied to the model."""
+    record_(model, (*plans_of(model), plan), undo)
+
+
+def record_(model: nn.Module, plans: tuple[Plan, ...], undo: Undo) -> None:
+    """Replace the plans on record."""
+    before = plans_of(model)
+    undo.callback(lambda: vars(model).update({_PLANS: before}) if before else vars(model).pop(_PLANS, None))
+    vars(model)[_PLANS] = plans
+
+
+@contextmanager
 def fitting(model: nn.Module) -> Iterator[None]:
-    """A plan from anywhere may name what a model has not: whatever comes of it inside is a `PlanError`."""
+    """Raise `PlanError` where a plan names what the model does not have."""
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -63,9 +92,8 @@ def fitting(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-@torch.no_grad()
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Refuse an optimizer of another model: its state would not be cut, and it would train nothing here."""
+    """Check that the optimizer trains this model, so that its state is cut too."""
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -80,33 +108,31 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Remove every unit that the plan does not keep. Names, ties, dtypes and devices stay."""
     layers = Folding(model)
-    undo(layers.restore)
+    undo.callback(layers.restore)
     layers.fold(plan.structure.folded)
     _add_biases(model, plan, undo)
     touched = _touched(model, plan)
     scales = _weight_norm_scales(model, plan, touched)
-    done: dict[int, tuple[Any, ...]] = {}
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the tensor, whose id must not be used again
     for name, layout in touched.items():
         module, leaf = _holder(model, name)
         tensor = getattr(module, leaf)
-        if id(tensor) in done:  # tied: the parameter object is shared and already cut
-            if leaf in module._buffers:
-                _set_buffer(module, leaf, done[id(tensor)][1], undo)
-            continue
-        small = _cut(tensor, layout, plan)
-        if name in scales:
-            small = _rescaled(name, small, scales[name])
-        done[id(tensor)] = (tensor, small)
-        if isinstance(tensor, nn.Parameter):
-            _set_parameter(tensor, small, layout, plan, undo, optimizer)
-        else:
-            _set_buffer(module, leaf, small, undo)
+        if id(tensor) not in done:  # else it is tied, and cut already
+            small = _cut(tensor, layout, plan)
+            done[id(tensor)] = tensor, _rescaled(name, small, scales[name]) if name in scales else small
+            if isinstance(tensor, nn.Parameter):
+                _set_parameter(tensor, done[id(tensor)][1], layout, plan, undo, optimizer)
+        if not isinstance(tensor, nn.Parameter):
+            undo.callback(operator.setitem, module._buffers, leaf, module._buffers[leaf])
+            module._buffers[leaf] = done[id(tensor)][1]
     _check_weight_norms(model, touched)
-    _correct(model, plan, touched, undo)
+    swapped = _swap_attentions(model, plan, touched, undo)
+    _correct_attributes(model, plan, swapped, undo)
+    _correct_layers(model, plan, touched, undo)
 
 
 def _add_biases(model: nn.Module, plan: Plan, undo: Undo) -> None:
-    """Give layers that were built without a bias one of zeros, where the plan says so."""
+    """Give layers without a bias one of zeros, where the plan says so."""
     for path in plan.structure.biases:
         module, _ = _holder(model, f"{path}.bias")
         weight = module._parameters.get("weight")
@@ -116,12 +142,12 @@ def _add_biases(model: nn.Module, plan: Plan, undo: Undo) -> None:
             outputs = plan.structure.tensors[f"{path}.bias"].shape
             if outputs != (getattr(module, "out_features", getattr(module, "out_channels", None)),):
                 raise PlanError(f"{path!r} cannot hold a bias of shape {outputs}: build the model of the plan")
-            undo(lambda module=module: module._parameters.__setitem__("bias", None))  # type: ignore[misc]
+            undo.callback(operator.setitem, module._parameters, "bias", None)
             module.bias = nn.Parameter(weight.new_zeros(outputs), requires_grad=weight.requires_grad)
 
 
 def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:
-    """Tensors that lose something, checked against the model."""
+    """Returns the tensors that lose something, checked against the model."""
     found: dict[str, TensorLayout] = {}
     for name, layout in plan.structure.tensors.items():
         if not any(_loses(extent, plan) for extent in layout.axes.values()):
@@ -148,12 +174,14 @@ def _loses(extent: Extent, plan: Plan) -> bool:
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
-    try:
-        return model.get_submodule(path), leaf
-    except AttributeError as error:
-        raise PlanError(
-            f"{type(model).__name__} has no module {path!r}: build the dense model that the plan was made for"
-        ) from error
+    return submodule(model, path), leaf
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """Returns a parameter or buffer by name."""
+    module, leaf = _holder(model, name)
+    tensor: Tensor = getattr(module, leaf)
+    return tensor
 
 
 def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
@@ -168,7 +196,7 @@ def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
 
 
 def kept_part(name: str, value: Tensor, plan: Plan) -> Tensor:
-    """What the plan leaves of a dense tensor."""
+    """Returns what the plan leaves of a dense tensor."""
     layout = plan.structure.tensors.get(name)
     return value if layout is None else _cut(value, layout, plan)
 
@@ -181,61 +209,49 @@ def _set_parameter(
     undo: Undo,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    data, grad = parameter.data, parameter.grad
+    shape, grad = parameter.shape, parameter.grad
     set_data(parameter, small, None if grad is None else _cut(grad, layout, plan), undo)
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in list(state.items()):
-        if isinstance(value, Tensor) and value.shape == data.shape and value.ndim:
-            undo(lambda key=key, value=value: state.__setitem__(key, value))  # type: ignore[misc]
+        if isinstance(value, Tensor) and value.shape == shape and value.ndim:
+            undo.callback(operator.setitem, state, key, value)
             state[key] = _cut(value, layout, plan)
 
 
 def set_data(tensor: Tensor, data: Tensor, grad: Tensor | None, undo: Undo) -> None:
-    """Give a parameter or buffer new data: it stays the same object, so that all who hold it see the change."""
+    """Give a parameter or buffer new data. It stays the same object, so ties and optimizers see the change."""
     before = tensor.data, tensor.grad
 
     def restore() -> None:
-        tensor.grad = None  # a gradient must fit its tensor at every moment
+        tensor.grad = None  # torch checks that a gradient fits its tensor
         tensor.data, tensor.grad = before
 
-    undo(restore)
+    undo.callback(restore)
     tensor.grad = None
     tensor.data, tensor.grad = data, grad
 
 
-def _set_buffer(module: nn.Module, leaf: str, small: Tensor, undo: Undo) -> None:
-    old = module._buffers[leaf]
-    undo(lambda: module._buffers.__setitem__(leaf, old))
-    module._buffers[leaf] = small
+# Weight norms -------------------------------------------------------------------------------------------------------
+
+
+def row_norms(v: Tensor, dim: int) -> Tensor:
+    """Returns the norms that a weight norm over `dim` divides by."""
+    norms: Tensor = torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
+    return norms
 
 
 def _weight_norm_scales(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout]) -> dict[str, Tensor]:
-    """Factors for g: ||v kept|| / ||v|| for each row, so that g v / ||v|| keeps its remaining entries."""
+    """Returns factors for g: ||v kept|| / ||v|| of each row, so that g v / ||v|| keeps its remaining entries."""
     scales: dict[str, Tensor] = {}
     for norm in plan.structure.weight_norms:
         if norm.v not in touched:
             continue
-        module, leaf = _holder(model, norm.v)
-        v = getattr(module, leaf).detach()
-        rows = {axis: e for axis, e in touched[norm.v].axes.items() if axis == norm.dim}
-        before = row_norms(_cut(v, TensorLayout(touched[norm.v].shape, rows), plan), norm.dim)
-        scales[norm.g] = row_norms(_cut(v, touched[norm.v], plan), norm.dim) / before
-        touched.setdefault(norm.g, TensorLayout(tuple(_tensor(model, norm.g).shape), {}))
+        v, layout = tensor_of(model, norm.v).detach(), touched[norm.v]
+        rows = {axis: extent for axis, extent in layout.axes.items() if axis == norm.dim}
+        before = row_norms(_cut(v, TensorLayout(layout.shape, rows), plan), norm.dim)
+        scales[norm.g] = row_norms(_cut(v, layout, plan), norm.dim) / before
+        touched.setdefault(norm.g, TensorLayout(tuple(tensor_of(model, norm.g).shape), {}))
     return scales
-
-
-def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
-    """Refuse to cut g and v apart: torch multiplies them without a look at their shapes, beyond their memory."""
-    for name in touched:
-        for one, other in (("original0", "original1"), ("_g", "_v")):
-            stem = next((name.removesuffix(end) for end in (one, other) if name.endswith(end)), None)
-            module, leaf = _holder(model, name)
-            pair = [getattr(module, f"{leaf.removesuffix(one).removesuffix(other)}{end}", None) for end in (one, other)]
-            if stem is None or not all(isinstance(tensor, Tensor) for tensor in pair):
-                continue
-            g, v = (tuple(tensor.shape) for tensor in pair)  # type: ignore[union-attr]
-            if g and (len(g) != len(v) or any(a not in (1, b) for a, b in zip(g, v, strict=True))):
-                raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: build the plan anew")
 
 
 def _rescaled(name: str, g: Tensor, scale: Tensor) -> Tensor:
@@ -245,76 +261,154 @@ def _rescaled(name: str, g: Tensor, scale: Tensor) -> Tensor:
     return scaled
 
 
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    module, leaf = _holder(model, name)
-    tensor = getattr(module, leaf)
-    assert isinstance(tensor, Tensor)  # noqa: S101  # `_touched` has checked it
-    return tensor
+def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
+    """Check that g and v still fit: torch multiplies them without a look at their shapes, beyond their memory."""
+    for name in touched:
+        module, leaf = _holder(model, name)
+        for ends in (("original0", "original1"), ("_g", "_v")):
+            stem = leaf.removesuffix(ends[0]).removesuffix(ends[1])
+            pair = [getattr(module, stem + end, None) for end in ends]
+            if stem == leaf or not all(isinstance(tensor, Tensor) for tensor in pair):
+                continue
+            g, v = (tuple(tensor.shape) for tensor in pair)  # type: ignore[union-attr]
+            if g and (len(g) != len(v) or any(a not in (1, b) for a, b in zip(g, v, strict=True))):
+                raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: build the plan anew")
 
 
-def row_norms(v: Tensor, dim: int) -> Tensor:
-    """Norms that a weight norm over `dim` divides by."""
-    norms: Tensor = torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
-    return norms
+# Attributes ---------------------------------------------------------------------------------------------------------
 
 
-def _correct(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout], undo: Undo) -> None:
-    """Numbers that forwards read, then what layers say about their own sizes."""
+def _swap_attentions(model: nn.Module, plan: Plan, touched: Iterable[str], undo: Undo) -> list[nn.Module]:
+    """Replace each cut nn.MultiheadAttention by one that runs with fewer heads. Returns the new modules."""
     heads = {a.module: kept_length(a.extent, plan.kept) for a in plan.structure.attributes if a.name == "num_heads"}
     swapped: list[nn.Module] = []
-    for path, module in list(model.named_modules()):
-        if isinstance(module, nn.MultiheadAttention) and any(name.startswith(f"{path}.") for name in touched):
-            swapped.append(_swap(model, module, heads.get(path, module.num_heads), undo))
+    for path, old in list(model.named_modules()):
+        if not isinstance(old, nn.MultiheadAttention) or not any(name.startswith(f"{path}.") for name in touched):
+            continue
+        undo.callback(setattr, old.out_proj, "in_features", old.out_proj.in_features)
+        new = slim(old, heads.get(path, old.num_heads))
+        swapped.append(new)
+        undo.callback(replace_module, model, new, old)
+        replace_module(model, old, new)
+    return swapped
+
+
+def _correct_attributes(model: nn.Module, plan: Plan, swapped: list[nn.Module], undo: Undo) -> None:
+    """Write the numbers that forwards read."""
     for attribute in plan.structure.attributes:
         module = model.get_submodule(attribute.module)
         if not _loses(attribute.extent, plan) or any(module is new for new in swapped):
             continue
-        found, expected = attributes.read(module, attribute.name), full_length(attribute.extent)
+        found, expected = read_number(module, attribute.name), full_length(attribute.extent)
         if found != expected:
             raise PlanError(
                 f"{attribute.module!r} has {attribute.name}={found}, the plan expects {expected}: "
                 "apply a plan once, to the dense model it was made for"
             )
-        _write(module, attribute.name, kept_length(attribute.extent, plan.kept), undo)
+        undo.callback(put_back, module, dict(vars(module)))
+        write_number(module, attribute.name, kept_length(attribute.extent, plan.kept))
+
+
+def _correct_layers(model: nn.Module, plan: Plan, touched: Iterable[str], undo: Undo) -> None:
+    """Update what layers hold beside their parameters: weights computed by weight norms, and their own sizes."""
     for norm in plan.structure.weight_norms:
         module, leaf = _holder(model, norm.v)
         whole = leaf.removesuffix("_v")
-        if norm.v in touched and whole in vars(module):  # the hook-style weight_norm keeps the last weight it computed
-            _write_plain(
-                module, whole, torch._weight_norm(_tensor(model, norm.v), _tensor(model, norm.g), norm.dim), undo
-            )
+        if norm.v in touched and whole in vars(module):  # the hook-style weight_norm keeps the weight it computed last
+            weight = torch._weight_norm(tensor_of(model, norm.v), tensor_of(model, norm.g), norm.dim)
+            _set_attribute(module, whole, weight, undo)
+    branches_go = not all(plan.kept.values())
     for path in dict.fromkeys(owner(name) for name in touched):
         module = model.get_submodule(path)
         for name, size in own_sizes(module).items():
             if getattr(module, name, size) != size:
-                _write_plain(module, name, size, undo)
+                _set_attribute(module, name, size, undo)
+        if branches_go and (cls := empty_class(module)):
+            _set_attribute(module, "__class__", cls, undo)
 
 
-def _write(module: nn.Module, name: str, new: int, undo: Undo) -> None:
-    before = dict(vars(module))
-
-    def restore() -> None:
-        vars(module).clear()
-        vars(module).update(before)
-
-    undo(restore)
-    attributes.write(module, name, new)
-
-
-def _write_plain(module: nn.Module, name: str, new: Any, undo: Undo) -> None:
-    old = getattr(module, name)
-    undo(lambda: setattr(module, name, old))
+def _set_attribute(module: nn.Module, name: str, new: Any, undo: Undo) -> None:
+    undo.callback(setattr, module, name, getattr(module, name))
     setattr(module, name, new)
 
 
-def _swap(model: nn.Module, old: nn.MultiheadAttention, heads: int, undo: Undo) -> nn.Module:
-    """Put an attention module that can run with fewer heads in the place of one that cannot, wherever it is used."""
-    projection, width = old.out_proj, old.out_proj.in_features
-    undo(lambda: setattr(projection, "in_features", width))
-    new = slim(old, heads)
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                undo(lambda parent=parent, name=name: parent._modules.__setitem__(name, old))  # type: ignore[misc]
-                parent._modules[name] = new
-    return new
+def own_sizes(module: Any) -> dict[str, Any]:
+    """Returns the attributes that repeat the sizes of a layer's tensors, as these are now."""
+    weight = getattr(module, "weight", None)
+    weight = getattr(module, "running_mean", None) if weight is None else weight
+    if not isinstance(weight, Tensor):
+        return {}
+    for cls, names in _SIZES.items():
+        if isinstance(module, cls):
+            return dict(zip(names, weight.shape, strict=True))
+    if isinstance(module, nn.modules.conv._ConvNd):
+        sizes = weight.shape[0], weight.shape[1] * module.groups
+        return dict(zip(("in_channels", "out_channels"), sizes if module.transposed else sizes[::-1], strict=True))
+    if isinstance(module, nn.LayerNorm):
+        return {"normalized_shape": tuple(weight.shape)}
+    if hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D, a transposed linear layer
+        return dict(zip(("nx", "nf"), weight.shape, strict=True))
+    return {}
+
+
+# Integers among a module's attributes, by names such as `num_heads`, `sizes[1]` and `config.hidden_size` ------------
+
+_NUMBER = re.compile(r"(?:(?P<config>\w+)\.)?(?P<name>\w+)(?:\[(?P<index>\d+)\])?")
+
+
+def numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yields every integer among a module's attributes: plain, in lists and tuples, and in its config."""
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        yield from _numbers(name, value)
+        if "config" in name and hasattr(value, "__dict__"):
+            for key, inner in vars(value).items():
+                if not key.startswith("_"):
+                    yield from _numbers(f"{name}.{key}", inner)
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    if _is_int(value):
+        yield name, value
+    elif isinstance(value, (list, tuple)) and all(map(_is_int, value)):
+        yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_number(module: nn.Module, name: str) -> int | None:
+    """Returns the integer that `numbers` gave this name, or None."""
+    found = _NUMBER.fullmatch(name)
+    if found is None:
+        return None
+    holder: Any = getattr(module, found["config"], None) if found["config"] else module
+    value = getattr(holder, found["name"], None)
+    if found["index"] is not None:
+        index = int(found["index"])
+        value = value[index] if isinstance(value, (list, tuple)) and index < len(value) else None
+    return value if _is_int(value) else None
+
+
+def write_number(module: nn.Module, name: str, number: int) -> None:
+    """Set an integer. A config or list that holds it is copied first, since other modules may share it."""
+    found = _NUMBER.fullmatch(name)
+    assert found is not None  # noqa: S101  # names come from `numbers`
+    holder: Any = module
+    if found["config"]:
+        holder = copy(getattr(module, found["config"]))
+        setattr(module, found["config"], holder)
+    value: Any = number
+    if found["index"] is not None:
+        items = list(getattr(holder, found["name"]))
+        items[int(found["index"])] = number
+        value = type(getattr(holder, found["name"]))(items)
+    setattr(holder, found["name"], value)
+
+
+def put_back(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Restore all attributes of a module."""
+    vars(module).clear()
+    vars(module).update(before)

@@ -1,178 +1,250 @@
-"""Try it out: which hidden dimensions can go on this model, and what has to be corrected for it.
+"""Try surgery on a model: which hidden dimensions can go, and which attributes must be corrected for it.
 
-The graph says what may be removed; whether the model's own forward code runs with less of it, and gives what masking
-gives, is tried on the example batch, on the model itself, with everything put back afterwards.
+The graph says what may be removed. Whether the model's own forward runs with less of it, and gives what masking gives,
+is tried on the model itself, on one short example where that takes the same way through the model as the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from ispasp.graph.analyse import Analysis
-from ispasp.graph.trace import Batch
-from ispasp.surgery.attempt import Failure, Frame, Shape, attempt, shapes_of, trains
-from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
-from ispasp.surgery.masking import masked_output
-from ispasp.surgery.remove import Undo, remove_
-from ispasp.surgery.verify import relative_error, tolerance
-from ispasp.types.layout import Kept, names_in
-from ispasp.types.plan import Attribute, Plan, Structure
+from ispasp.engine.batches import first_of, tensors_of
+from ispasp.engine.graphs import TracedGraph, TracedGraphs, same_way
+from ispasp.engine.sites import sites
+from ispasp.errors import InputError, TraceError
+from ispasp.graph.analyse import Analysis, cost_model
+from ispasp.graph.state import state_kept
+from ispasp.graph.trace import Batch, Trace, call_arguments, evaluating, run_and_restore
+from ispasp.surgery.corrections import Shapes, alike, candidates, common_path, is_builtin, search, shapes_of
+from ispasp.surgery.remove import removed
+from ispasp.surgery.verify import Failure, Frame, attempt, masked_output, relative_error, tolerance
+from ispasp.types.dimension import Attribute, Structure, names_in
+from ispasp.types.plan import Plan
 
+_TOKENS = 32
+_CHEAP = 10**8  # multiply-accumulates of a pass that costs less than tracing the model again
 _MOST_ROUNDS = 60
 _MOST_CORRECTED = 3  # each costs many forward passes
 _FRACTIONS = (0.5, 0.4, 0.6, 0.45, 0.55)
-OnFailure = Callable[[Failure, Sequence[str]], Callable[[], None]]
+Kept = Mapping[str, tuple[int, ...]]
+Key = tuple[str, str]  # module and name of an attribute
+Pair = tuple[int, int]  # units of a dimension, and how many of them are kept
+
+
+def short_example(batch: Batch, rows: int) -> Batch:
+    """Returns the first rows of a batch, and of tokens the first or last 32, whichever has less padding."""
+    few = first_of(batch, rows)
+    length = next((t.shape[1] for t in tensors_of(few) if t.ndim == 2 and not t.is_floating_point()), 0)
+    if length <= _TOKENS:
+        return few
+
+    def cut(window: slice) -> Batch:
+        def shorter(t: Tensor) -> Tensor:
+            return t[tuple(window if k and size == length else slice(None) for k, size in enumerate(t.shape))].clone()
+
+        return pytree.tree_map_only(Tensor, shorter, few)
+
+    def tokens(part: Batch) -> int:
+        return sum(int(t.count_nonzero()) for t in tensors_of(part) if not t.is_floating_point())
+
+    return max(cut(slice(0, _TOKENS)), cut(slice(length - _TOKENS, length)), key=tokens)
+
+
+def traced_example(model: nn.Module, batch: Batch, analysis: Analysis) -> tuple[Batch, TracedGraph]:
+    """Returns what to try the model on, with its graph: one or two short examples, or the batch itself.
+
+    A short example must be half the batch at most, and take the same way through the model.
+    """
+    for rows in () if _is_cheap(model, batch, analysis) else (1, 2):
+        short = short_example(batch, rows)
+        if 2 * sum(t.numel() for t in tensors_of(short)) > sum(t.numel() for t in tensors_of(batch)):
+            break
+        with suppress(InputError, TraceError):
+            graph = TracedGraphs(model, analysis, batch, ()).of(short)
+            if _ops(graph.trace) == _ops(analysis.trace):
+                return short, graph
+    return batch, TracedGraph.of(analysis)
+
+
+def _is_cheap(model: nn.Module, batch: Batch, analysis: Analysis) -> bool:
+    costs = cost_model(analysis, model, batch)
+    return costs.macs({}) * costs.examples <= _CHEAP
+
+
+def _ops(trace: Trace) -> list[str]:
+    """Returns all ops in order but for `expand`, which models leave out where there is one example only."""
+    called = [node.target for node in trace.graph.nodes if node.op == "call_function"]
+    return [str(target) for target in called if target is not torch.ops.aten.expand.default]
+
+
+def two_choices(units: Mapping[str, int], seed: int = 0) -> tuple[Kept, Kept]:
+    """Returns two random choices of about half of the units of each dimension.
+
+    Dimensions of equal size keep different numbers, none in proportion to another, so that a forward that reads the
+    size of one for another is found out. Where numbers run out, no two have the same in both choices; there a dimension
+    may be whole in the second. Larger numbers stay multiples of four, which some kernels want.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    firsts: Counter[Pair] = Counter()
+    seconds: Counter[Pair] = Counter()
+    both: Counter[tuple[int, int, int]] = Counter()
+    choices: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
+    for number, (name, size) in enumerate(units.items()):
+        step = 4 if size >= 16 else 1
+        counts = range(step, size, step)
+        wishes = [size * _FRACTIONS[(number + shift) % len(_FRACTIONS)] for shift in (0, 2)]
+        a = min(counts, key=lambda n: (firsts[size, n], abs(n - wishes[0])))
+        b = min((*counts, size), key=lambda n: (both[size, a, n], n in (a, size), seconds[size, n], abs(n - wishes[1])))
+        firsts[size, a] += 1
+        seconds[size, b] += 1
+        both[size, a, b] += 1
+        for kept, count in zip(choices, (a, b), strict=True):
+            if count < size:
+                kept[name] = tuple(sorted(torch.randperm(size, generator=generator, device="cpu")[:count].tolist()))
+    return choices
 
 
 @dataclass
 class Trial:
-    """The state of trying: corrections found so far, and dimensions that had to be given up, with the reason."""
+    """The state of trying: corrections found so far, and dimensions that had to be refused, with the reason."""
 
     model: nn.Module
     batch: Batch
     analysis: Analysis
     structure: Structure
     refused: dict[str, str] = field(default_factory=dict)
-    _dense: dict[str, list[list[Shape]]] = field(default_factory=dict)
-    _searched: set[tuple[str, str]] = field(default_factory=set)  # corrections found by trial, not told by the graph
-    _by_analogy: set[tuple[str, str]] = field(default_factory=set)  # corrections taken over from another module
-    _dropped: set[tuple[str, str]] = field(default_factory=set)  # of those, the ones that did harm
+    _example: Batch = field(init=False)  # what the model is run on
+    _graph: TracedGraph = field(init=False)
+    _limit: float = field(init=False)  # of relative errors
+    _shapes: Shapes = field(default_factory=dict)  # what the dense modules return
+    _searched: set[Key] = field(default_factory=set)  # corrections found by trial, not by the graph
+    _by_analogy: set[Key] = field(default_factory=set)  # corrections taken over from another module
+    _dropped: set[Key] = field(default_factory=set)  # of those, the ones that did harm
+
+    def __post_init__(self) -> None:
+        """Choose what to run the model on."""
+        self._example, self._graph = traced_example(self.model, self.batch, self.analysis)
+        self._limit = tolerance(self._graph.trace)
 
     def run(self) -> None:
-        """Try all dimensions together, then every other one, until the model runs and equals masking.
-
-        Each dimension is so tried twice, with other numbers around it: a correction that fits by chance is found out.
-        """
+        """Try all dimensions with two choices of units, until the model runs with both and equals masking."""
+        choices: tuple[Kept, ...] = two_choices(self.structure.units)
+        if _is_cheap(self.model, self.batch, self.analysis):
+            # A third choice, for what two pass by chance: numbers in the reverse order, other neighbours are larger.
+            backwards = dict(reversed(list(self.structure.units.items())))
+            choices = (*choices, two_choices(backwards, seed=1)[0])
         for _ in range(_MOST_ROUNDS):
-            names = [name for name in self.structure.units if name not in self.refused]
-            if all(self._passes(part) for part in (names, names[::2], names[1::2]) if part):
-                self._try_training(names)
+            if all(self._passes(self._left(choice)) for choice in choices):
+                self._try_training(self._left(choices[0]))
                 return
-        left = [name for name in self.structure.units if name not in self.refused]
-        self.refused.update(dict.fromkeys(left, f"no way to remove it was found in {_MOST_ROUNDS} trials"))
+        why = f"no way to remove it was found in {_MOST_ROUNDS} trials"
+        self.refused.update(dict.fromkeys(self._left(choices[0]), why))
 
-    def _passes(self, names: list[str]) -> bool:
-        """Whether these dimensions can go; if not, something has been learnt from it."""
-        outcome = self._try(names, self._correct_failure)
-        if isinstance(outcome, Failure):
-            return False
-        error, limit = self._error(outcome, self._half(names))
-        if error > limit:
-            self._correct_difference(names, error)
-        return error <= limit
-
-    def _try_training(self, names: list[str]) -> None:
-        """Where training takes another way, refuse the dimensions with which the dense model's training would end."""
-        if not self.analysis.by_mode or not trains(self.model, self.batch):
-            return
-        guilty = self._bisect(names, self._fails_in_training)
-        self.refused.update(dict.fromkeys(guilty, "the forward in training mode fails with fewer units"))
-
-    def _fails_in_training(self, names: list[str]) -> bool:
-        undo = Undo()
-        try:
-            remove_(self.model, Plan(self._half(names), self.structure), undo)
-            return not trains(self.model, self.batch)
-        finally:
-            undo.run()
-
-    def _half(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """About half of the units of each dimension, at random.
-
-        Dimensions of equal size keep different numbers, and none in proportion to another, so that a forward that
-        reads the size of one for another is found out. Larger ones stay multiples of four: some kernels want that.
-        """
-        generator = torch.Generator("cpu").manual_seed(0)
-        kept: dict[str, tuple[int, ...]] = {}
-        used: dict[int, set[int]] = {}
-        for number, name in enumerate(names):
-            units = self.structure.units[name]
-            step = 4 if units >= 16 else 1
-            wish = units * _FRACTIONS[number % len(_FRACTIONS)]
-            counts, taken = range(step, units, step), used.setdefault(units, set())
-            count = min(counts, key=lambda n: (n in taken, abs(n - wish)))
-            taken.add(count)
-            kept[name] = tuple(sorted(torch.randperm(units, generator=generator, device="cpu")[:count].tolist()))
-        return kept
-
-    def _try(self, names: Sequence[str], on_failure: OnFailure | None = None) -> list[Tensor] | Failure:
-        """Remove half of these dimensions, run, put everything back; a failure is looked at before that."""
-        undo = Undo()
-        try:
-            remove_(self.model, Plan(self._half(names), self.structure), undo)
-            outcome = attempt(self.model, self.batch)
-            if isinstance(outcome, Failure) and on_failure is not None and self._dense:
-                learn = on_failure(outcome, names)
+    def run_without(self, names: Sequence[str]) -> None:
+        """Try to remove these dimensions with all their units; those that must keep one are refused."""
+        kept: Kept = {}
+        for name in names:
+            if reaches_output(self.analysis, {**kept, name: ()}):
+                kept = {**kept, name: ()}
             else:
-                learn = None
-        finally:
-            undo.run()
-        if isinstance(outcome, Failure) and on_failure is not None:
-            if learn is not None:
-                learn()
-            else:  # the first failure: look at the shapes in the dense model, and try again
-                self._dense = shapes_of(self.model, self.batch)
-        return outcome
+                self.refused[name] = "without it the output of the model would not depend on its input"
+        while kept and self._is_wrong(kept):
+            for name in _bisect(kept, self._is_wrong) or [self._last_straw(kept)]:
+                outcome, _ = self._try({name: ()})
+                why = "removing all its units does not equal masking them"
+                self.refused[name] = _text(outcome) if isinstance(outcome, Failure) else why
+            kept = self._left(kept)
+        if kept and (tokens := cached_tokens(self.model, self._example)):
+            for name in _bisect(kept, lambda part: self._caches(part) != tokens):
+                self.refused[name] = "the cache of a generating model counts its tokens there"
+
+    def _caches(self, kept: Kept) -> int:
+        with removed(self.model, Plan(kept, self.structure)):
+            return cached_tokens(self.model, self._example)
+
+    def _left(self, choice: Kept) -> Kept:
+        return {name: kept for name, kept in choice.items() if name not in self.refused}
+
+    def _passes(self, kept: Kept) -> bool:
+        """Whether units can go; if not, the trial has learnt from it."""
+        if not kept:
+            return True
+        outcome, found = self._try(kept, searching=True)
+        if isinstance(outcome, Failure):
+            if not self._adopt(found, kept) and not self._drop(outcome):
+                self._give_up(outcome, kept)
+            return False
+        error = self._error(outcome, kept)
+        if error > self._limit:
+            self._correct_difference(kept, error)
+            return False
+        return True
+
+    def _try(self, kept: Kept, *, searching: bool = False) -> tuple[list[Tensor] | Failure, tuple[Attribute, ...]]:
+        """Remove units, run, and put them back. Where the model fails, corrections are searched before that."""
+        found: tuple[Attribute, ...] = ()
+        with removed(self.model, Plan(kept, self.structure)):
+            outcome = attempt(self.model, self._example)
+            failed = isinstance(outcome, Failure)
+            if isinstance(outcome, Failure) and searching and self._shapes:
+                found = search(outcome, self.structure, kept, self._shapes)
+        if failed and searching and not self._shapes:
+            self._shapes = shapes_of(self.model, self._example)
+            return self._try(kept, searching=True)
+        return outcome, found
+
+    def _error(self, outcome: Sequence[Tensor], kept: Kept) -> float:
+        return relative_error(outcome, masked_output(self.analysis, self.model, self._example, kept, self._graph))
 
     # The forward fails ------------------------------------------------------------------------------------------
 
-    def _correct_failure(self, failure: Failure, names: Sequence[str]) -> Callable[[], None]:
-        found = search(failure, self.structure, self._half(names), self._dense)
-
-        def learn() -> None:
-            if not self._adopt(found, names) and not self._drop(failure):
-                self._give_up(failure, names)
-
-        return learn
-
-    def _adopt(self, found: Sequence[Attribute], names: Sequence[str]) -> bool:
-        """Take corrections over, for all modules of the same class; says whether any was new."""
-        known = {(a.module, a.name) for a in self.structure.attributes}
-        more = [
-            a
-            for a in alike(self.model, found, self.structure, self._half(names))
-            if (a.module, a.name) not in self._dropped
-        ]
-        new = {(a.module, a.name): a for a in (*more, *found) if (a.module, a.name) not in known}
-        self._by_analogy |= {key for key in new if key not in {(a.module, a.name) for a in found}}
+    def _adopt(self, found: Sequence[Attribute], kept: Kept) -> bool:
+        """Take corrections over, for all modules of the same class. Returns whether any was new."""
+        known = {_key(a) for a in self.structure.attributes}
+        more = [a for a in alike(self.model, found, self.structure, kept) if _key(a) not in self._dropped]
+        new = {_key(a): a for a in (*more, *found) if _key(a) not in known}
+        self._by_analogy |= set(new) - {_key(a) for a in found}
         self._searched |= set(new)
         self.structure = replace(self.structure, attributes=(*self.structure.attributes, *new.values()))
         return bool(new)
 
     def _drop(self, failure: Failure) -> bool:
-        """Take back corrections by analogy in the modules that fail now; says whether there were any."""
+        """Take back corrections by analogy in the modules that fail now. Returns whether there were any."""
         paths = {frame.path for frame in failure.stack}
         harmful = {key for key in self._by_analogy if key[0] in paths}
-        keep = tuple(a for a in self.structure.attributes if (a.module, a.name) not in harmful)
+        keep = tuple(a for a in self.structure.attributes if _key(a) not in harmful)
         self.structure = replace(self.structure, attributes=keep)
         self._by_analogy -= harmful
         self._dropped |= harmful
         return bool(harmful)
 
-    def _give_up(self, failure: Failure, names: Sequence[str]) -> None:
-        """Refuse the dimensions of the innermost module that has any and fails with them alone, and of its class.
+    def _give_up(self, failure: Failure, kept: Kept) -> None:
+        """Refuse the dimensions of the innermost module that fails with one of them alone.
 
-        A dimension that only waits for a correction, which could not be found as long as another one fails, gets it.
+        A dimension that only needs a correction, which could not be found while another one fails, gets it.
         """
         for frame in reversed(failure.stack):
             if is_builtin(frame.module):
                 continue
-            inside = [name for name in names if self._is_inside(name, frame.path)]
+            inside = [name for name in kept if self._tensors(name, frame.path)]
             known = len(self.structure.attributes)
-            alone = {name: failure if len(inside) < 2 else self._fails_alone(name) for name in inside}
+            alone = {name: failure if len(inside) < 2 else self._fails_alone(name, kept) for name in inside}
             guilty = {name: f"fails with fewer units: {_text(found)}" for name, found in alone.items() if found}
             if guilty:
-                self._refuse(guilty, names, frame)
+                self._refuse(guilty, kept, frame)
             if guilty or len(self.structure.attributes) > known:
                 return
-        text = f"the model fails with fewer units: {_text(failure)}"[:300]
-        self.refused.update(dict.fromkeys(names, text))
+        self.refused.update(dict.fromkeys(kept, f"the model fails with fewer units: {_text(failure)}"[:300]))
 
-    def _refuse(self, guilty: dict[str, str], names: Sequence[str], frame: Frame) -> None:
+    def _refuse(self, guilty: dict[str, str], kept: Kept, frame: Frame) -> None:
         """Refuse dimensions, and those at the same place in other modules of the same class: they run the same code."""
         cls = type(frame.module)
         where = f"the forward of {frame.path or 'the model'} ({cls.__name__})"
@@ -180,84 +252,133 @@ class Trial:
         for path, module in same:
             if type(module) is cls:
                 more = {path + name.removeprefix(frame.path): why for name, why in guilty.items()}
-                guilty = {**{name: why for name, why in more.items() if name in names}, **guilty}
+                guilty = {**{name: why for name, why in more.items() if name in kept}, **guilty}
         self.refused.update({name: f"{where} {why}"[:300] for name, why in guilty.items()})
 
-    def _fails_alone(self, name: str) -> Failure | None:
-        """How the forward fails without units of this dimension alone; a correction that helps is taken over."""
-        found: list[Attribute] = []
+    def _fails_alone(self, name: str, kept: Kept) -> Failure | None:
+        """Returns how the forward fails without units of this dimension alone; a correction that helps is adopted."""
+        only = {name: kept[name]}
+        outcome, found = self._try(only, searching=True)
+        return outcome if isinstance(outcome, Failure) and not self._adopt(found, only) else None
 
-        def look(failure: Failure, names: Sequence[str]) -> Callable[[], None]:
-            found.extend(search(failure, self.structure, self._half(names), self._dense))
-            return lambda: None
-
-        outcome = self._try([name], look)
-        return outcome if isinstance(outcome, Failure) and not self._adopt(found, [name]) else None
-
-    def _is_inside(self, name: str, path: str) -> bool:
-        prefix = f"{path}." if path else ""
-        return any(
-            tensor.startswith(prefix) and any(name in names_in(extent) for extent in layout.axes.values())
+    def _tensors(self, name: str, path: str = "") -> list[str]:
+        """Returns the tensors of a module that hold units of a dimension."""
+        return [
+            tensor
             for tensor, layout in self.structure.tensors.items()
-        )
+            if _within(tensor, path) and any(name in names_in(extent) for extent in layout.axes.values())
+        ]
 
     # The forward runs, but gives something else -------------------------------------------------------------------
 
-    def _error(self, outcome: Sequence[Tensor], kept: Kept) -> tuple[float, float]:
-        expected = masked_output(self.analysis, self.model, self.batch, kept)
-        return relative_error(outcome, expected), tolerance(self.analysis.trace)
-
-    def _correct_difference(self, names: list[str], error: float) -> None:
-        """Find the guilty dimensions; a number that the forward reads may be wrong without making it fail."""
-        guilty = self._bisect(names, self._is_wrong) or [self._last_straw(names)]
+    def _correct_difference(self, kept: Kept, error: float) -> None:
+        """Find the guilty dimensions: an attribute may be wrong without making the forward fail."""
+        guilty = _bisect(kept, self._is_wrong) or [self._last_straw(kept)]
         for name in guilty[:_MOST_CORRECTED]:
-            if self._corrected(name, names):
+            if self._corrected(name, kept):
                 return
         why = f"removing its units does not equal masking them (relative error {error:.1e})"
         self.refused.update(dict.fromkeys(guilty, why))
 
-    def _bisect(self, names: list[str], wrong: Callable[[list[str]], bool]) -> list[str]:
-        if not names or not wrong(names):
-            return []
-        if len(names) == 1:
-            return names
-        half = len(names) // 2
-        return [*self._bisect(names[:half], wrong), *self._bisect(names[half:], wrong)]
-
-    def _last_straw(self, names: list[str]) -> str:
-        """Where only a combination is wrong: the dimension with which it becomes so, taking one after the other."""
+    def _last_straw(self, kept: Kept) -> str:
+        """Where only a combination is wrong: the dimension with which it becomes so, adding one after the other."""
+        names = list(kept)
         low, high = 0, len(names)  # names[:low] is right, names[:high] wrong
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._is_wrong(names[:middle]) else (middle, high)
+            low, high = (low, middle) if self._is_wrong(_part(kept, names[:middle])) else (middle, high)
         return names[high - 1]
 
-    def _is_wrong(self, names: list[str]) -> bool:
-        outcome = self._try(names)
-        if isinstance(outcome, Failure):
-            return True
-        error, limit = self._error(outcome, self._half(names))
-        return error > limit
+    def _is_wrong(self, kept: Kept) -> bool:
+        outcome, _ = self._try(kept)
+        return isinstance(outcome, Failure) or self._error(outcome, kept) > self._limit
 
-    def _corrected(self, name: str, names: Sequence[str]) -> bool:
-        """Look for corrections around a dimension with which its removal equals masking, and take them over."""
-        layouts = self.structure.tensors.items()
-        path = common_path([t for t, layout in layouts if any(name in names_in(e) for e in layout.axes.values())])
-        before = self.structure
-        told = tuple(
-            a for a in before.attributes if (a.module, a.name) not in self._searched or not _within(a.module, path)
-        )
-        for chosen in candidates(path, self.model, replace(before, attributes=told), self._half([name])):
+    def _corrected(self, name: str, kept: Kept) -> bool:
+        """Adopt corrections around a dimension with which its removal equals masking. Returns whether there are any."""
+        path, only, before = common_path(self._tensors(name)), {name: kept[name]}, self.structure
+        told = tuple(a for a in before.attributes if _key(a) not in self._searched or not _within(a.module, path))
+        for chosen in candidates(path, self.model, replace(before, attributes=told), only):
             self.structure = replace(before, attributes=(*told, *chosen))
-            if not self._is_wrong([name]):
-                new = {(a.module, a.name) for a in chosen}
-                if new <= {(a.module, a.name) for a in before.attributes}:
-                    break  # nothing that was not there before
+            if not self._is_wrong(only):
+                new = set(map(_key, chosen))
+                if new <= set(map(_key, before.attributes)):
+                    break
                 self._searched |= new
-                self._adopt(chosen, names)
+                self._adopt(chosen, kept)
                 return True
         self.structure = before
         return False
+
+    # Training -----------------------------------------------------------------------------------------------------
+
+    def _try_training(self, kept: Kept) -> None:
+        """Refuse the dimensions with which training fails, where it may take another way than eval mode."""
+        training = self.analysis.training
+        if not self.analysis.by_mode or (training and same_way(training.trace, self.analysis.trace)):
+            return
+        if _trains(self.model, self.batch):
+            guilty = _bisect(kept, self._fails_in_training)
+            self.refused.update(dict.fromkeys(guilty, "the forward in training mode fails with fewer units"))
+
+    def _fails_in_training(self, kept: Kept) -> bool:
+        with removed(self.model, Plan(kept, self.structure)):
+            return not _trains(self.model, self.batch)
+
+
+def reaches_output(analysis: Analysis, kept: Kept) -> bool:
+    """Whether the model's output depends on its input with these units only: a product that reads none is a constant.
+
+    >>> from ispasp.graph.analyse import analyse
+    >>> found = analyse(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
+    >>> reaches_output(found, {"0": (3,)}), reaches_output(found, {"0": ()})
+    (True, False)
+    """
+    where = {site.contraction.node: site.cuts(kept) for site in sites(analysis, kept)}
+    constant = {node for node, cuts in where.items() if not all(bool(cut.stays.any()) for cut in cuts)}
+    sources = analysis.trace.sources
+    reached = {node for node in analysis.trace.graph.find_nodes(op="placeholder") if sources[node.name].kind == "input"}
+    for node in analysis.trace.graph.nodes:
+        if node not in constant and reached.intersection(node.all_input_nodes):
+            reached.add(node)
+    return analysis.trace.graph.output_node() in reached
+
+
+def cached_tokens(model: nn.Module, batch: Batch) -> int:
+    """Returns how many tokens the cache counts that a Hugging Face model fills; 0 without a cache."""
+    if "use_cache" not in inspect.signature(model.forward).parameters:
+        return 0
+    args, kwargs = call_arguments(batch)
+    with evaluating(model), state_kept(model):
+        output = model(*args, **{**kwargs, "use_cache": True})
+    count = getattr(getattr(output, "past_key_values", None), "get_seq_length", None)
+    return int(count()) if callable(count) else 0
+
+
+def _trains(model: nn.Module, batch: Batch) -> bool:
+    try:
+        with evaluating(model, training=True), torch.random.fork_rng(devices=[]):
+            run_and_restore(model, batch)
+    except Exception:
+        return False
+    return True
+
+
+def _bisect(kept: Kept, wrong: Callable[[Kept], bool]) -> list[str]:
+    """Returns the dimensions that are wrong alone."""
+    if not kept or not wrong(kept):
+        return []
+    names, half = list(kept), len(kept) // 2
+    if not half:
+        return names
+    return [*_bisect(_part(kept, names[:half]), wrong), *_bisect(_part(kept, names[half:]), wrong)]
+
+
+def _part(kept: Kept, names: Sequence[str]) -> Kept:
+    return {name: kept[name] for name in names}
+
+
+def _key(attribute: Attribute) -> Key:
+    return attribute.module, attribute.name
 
 
 def _text(failure: Failure) -> str:

@@ -3,25 +3,18 @@
 Everything is computed on the CPU in float64. What is proved and where the paper errs: docs/theory.md.
 """
 
-from ispasp.theory.bounds import lemma1, lemma2, theorem1, theorem2, theorem3, theorem3_as_printed
-from ispasp.theory.compressibility import RowCompressibility, row_compressibility
-from ispasp.theory.isometry import Assumption1, RestrictedIsometry, assumption1, restricted_isometry
-from ispasp.theory.moments import Split, best_split, mu
-
-__all__ = [
-    "Assumption1",
-    "RestrictedIsometry",
-    "RowCompressibility",
-    "Split",
-    "assumption1",
-    "best_split",
-    "lemma1",
-    "lemma2",
-    "mu",
-    "restricted_isometry",
-    "row_compressibility",
-    "theorem1",
-    "theorem2",
-    "theorem3",
-    "theorem3_as_printed",
-]
+from ispasp.theory.bounds import lemma1 as lemma1
+from ispasp.theory.bounds import lemma2 as lemma2
+from ispasp.theory.bounds import theorem1 as theorem1
+from ispasp.theory.bounds import theorem2 as theorem2
+from ispasp.theory.bounds import theorem3 as theorem3
+from ispasp.theory.bounds import theorem3_as_printed as theorem3_as_printed
+from ispasp.theory.isometry import Assumption1 as Assumption1
+from ispasp.theory.isometry import RestrictedIsometry as RestrictedIsometry
+from ispasp.theory.isometry import assumption1 as assumption1
+from ispasp.theory.isometry import restricted_isometry as restricted_isometry
+from ispasp.theory.moments import RowCompressibility as RowCompressibility
+from ispasp.theory.moments import Split as Split
+from ispasp.theory.moments import best_split as best_split
+from ispasp.theory.moments import mu as mu
+from ispasp.theory.moments import row_compressibility as row_compressibility

@@ -1,27 +1,24 @@
 """The right-hand sides of Lemma 1, Theorem 1, Lemma 2, Theorem 2 and Theorem 3.
 
-Each comes in two forms. Without `delta`: the constants of the paper, under Assumption 1 (delta_4s <= 0.1).
-With `delta`, an upper bound below 1/2 on delta_2s of the consumer or of a multiple of it: the sharper form that
-docs/theory.md derives. Both are for non-negative H and Algorithm 1 as printed; Lemma 1 also holds for signed H
-if both rankings go by magnitude.
+Each has two forms. Without `delta`: the paper's constants, under Assumption 1 (delta_4s <= 0.1). With `delta`, an upper
+bound below 1/2 on delta_2s of the consumer or a multiple of it: the sharper form that docs/theory.md derives. Both are
+for non-negative H and Algorithm 1 as printed; Lemma 1 also holds for signed H if both rankings go by magnitude.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.theory.compressibility import RowCompressibility
-from ispasp.theory.moments import as_matrix, as_moment
+from ispasp.theory.moments import RowCompressibility, as_matrix, as_moment
 
 
-@dataclass(frozen=True)
-class _Constants:
+class _Constants(NamedTuple):
     """||mu(H - H_S)||_2 <= rate^t ||mu(H)||_2 + l2 ||mu(E)||_2 + l1 ||mu(E)||_1."""
 
     rate: float
@@ -59,9 +56,7 @@ def theorem1(W: Tensor, mu_H: Tensor, mu_E: Tensor, *, s: int, t: int, delta: fl
 
 
 def lemma2(p: float, R: float, *, s: int) -> float:
-    """Bound ||mu(E)||_1 for the best split of a (p, R) row-compressible H: R s^(1 - 1/p) / (1/p - 1).
-
-    It is inf for p >= 1.
+    """Bound ||mu(E)||_1 for the best split of a (p, R) row-compressible H: R s^(1 - 1/p) / (1/p - 1), inf for p >= 1.
 
     >>> lemma2(p=0.5, R=2.0, s=10), lemma2(p=1.0, R=2.0, s=10)
     (0.2, inf)
@@ -96,13 +91,13 @@ def theorem3(
     """Bound the output residual of a ReLU network pruned from first to last layer, t iterations each.
 
     H_0 = relu(W_0 X), H_l = relu(W_l H_(l-1)), output W_L H_(L-1). `weights` are W_1 ... W_L (d_l, d_(l-1)), without
-    W_0; `mu_H` and `mu_E` are mu(H_l) and mu(E_l) (d_l,) of the dense network, l = 0 ... L-1. It is the paper's
-    sum with its indices repaired, c = 14 + 7/sqrt(s):
+    W_0; `mu_H` and `mu_E` are mu(H_l) and mu(E_l) (d_l,) of the dense network, l = 0 ... L-1. The paper's sum with its
+    indices repaired, c = 14 + 7/sqrt(s):
 
     ||W_L||_F sum_(i=1..L) c^(L-i) lemma1(H_(i-1), E_(i-1)) prod_(j=i..L-1) sqrt(d_(j-1)) ||vec W_j||_1
 
-    With delta (at least delta_2s of every W_1 ... W_L) it is the recursion behind that sum, with the largest
-    column sum for ||vec W||_1 and the spectral norm of W_L.
+    With delta (at least delta_2s of every W_1 ... W_L): the recursion behind that sum, with the largest column sum for
+    ||vec W||_1 and the spectral norm of W_L.
 
     >>> W, h, e = torch.eye(3), torch.tensor([3.0, 4.0, 0.1]), torch.tensor([0.0, 0.0, 0.1])
     >>> round(theorem3([W, W], [h, h], [e, e], s=2, t=20, delta=0), 4)
@@ -123,7 +118,7 @@ def theorem3(
 
 
 def theorem3_as_printed(weights: Sequence[Tensor], tails: Sequence[float], *, s: int) -> float:
-    """Theorem 3 with the paper's own indices: no valid bound, kept for the counter-examples only.
+    """Theorem 3 with the paper's own indices: not a valid bound, kept for the counter-examples.
 
     ||W_L||_F sum_(i=1..L) d^((L-i)/2) c^(L-i+1) tail_i prod_(j=1..L-i) ||vec W_j||_1, with W_1 ... W_L in `weights` and
     `tails` the norms ||mu(E_1)||_1 ... ||mu(E_L)||_1 (the proof) or L times Lemma 2 (the statement).

@@ -1,8 +1,6 @@
 """Restricted isometry constants of a matrix, exact or between two bounds, and Assumption 1.
 
-delta_r(W) is the largest ||W_T^T W_T - I||_2 over all sets T of r columns. Enumeration gives it exactly; for
-more columns every T that is tried gives a lower bound, and Gershgorin discs of W^T W give an upper bound. All are
-true up to the rounding of float64.
+delta_r(W) is the largest ||W_T^T W_T - I||_2 over all sets T of r columns. All bounds hold up to rounding of float64.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ Interval = tuple[float, float]
 class RestrictedIsometry:
     """What is known of delta_r: the eigenvalues of all W_T^T W_T, |T| = r, span `inner` and stay within `outer`.
 
-    With `rescaled`, delta_r is that of c W for the best single factor c: Algorithm 1 does not see c.
+    With `rescaled`, delta_r is that of c W for the best factor c, which Algorithm 1 does not see. `lower` and `upper`
+    bound delta_r, `scale` is the c for which c W has the constant `upper`.
 
     >>> known = RestrictedIsometry(r=2, inner=(1.5, 2.5), outer=(1.0, 3.0), rescaled=True)
     >>> known.lower, known.upper, known.exact, round(known.scale, 4)
@@ -45,12 +44,12 @@ class RestrictedIsometry:
     @property
     def lower(self) -> float:
         """Lower bound on delta_r."""
-        return _delta(self.inner, self.rescaled)
+        return self._delta(*self.inner)
 
     @property
     def upper(self) -> float:
         """Upper bound on delta_r."""
-        return _delta(self.outer, self.rescaled)
+        return self._delta(*self.outer)
 
     @property
     def exact(self) -> bool:
@@ -59,8 +58,13 @@ class RestrictedIsometry:
 
     @property
     def scale(self) -> float:
-        """The factor c for which c W has the constant `upper`; 1 if not rescaled."""
+        """The best factor c; 1 if not rescaled."""
         return math.sqrt(2 / sum(self.outer)) if self.rescaled and self.outer[1] > 0 else 1.0
+
+    def _delta(self, low: float, high: float) -> float:
+        if self.rescaled and high > 0:
+            return (high - low) / (high + low)  # c^2 high - 1 = 1 - c^2 low
+        return max(high - 1, 1 - low)
 
 
 @dataclass(frozen=True)
@@ -78,18 +82,15 @@ def restricted_isometry(
 ) -> RestrictedIsometry:
     """Bound the r-th restricted isometry constant of W (d_out, d_hid).
 
-    r above d_hid counts as d_hid; d_out < r means delta_r >= 1, for r columns are then linearly dependent.
+    r above d_hid counts as d_hid; d_out < r means delta_r >= 1, since r columns are then linearly dependent.
 
-    - "exact": all sets of r columns are tried, in batches.
-    - "monte_carlo": lower bound from `samples` random sets and some sets of correlated columns, the best improved by a
-      truncated power iteration. Upper bound from Gershgorin discs with the r - 1 largest off-diagonal entries in each
-      row of W^T W (for unit columns at most r - 1 times the coherence), or from its spectrum where that is tighter.
-    - "coherence": the same upper bound, no sampling; the lower bound is delta_1.
-    - "auto": "exact" where that takes below a second, else "monte_carlo".
+    - "exact" tries all sets of r columns.
+    - "monte_carlo" has a lower bound from `samples` random sets and sets of correlated columns, the best improved by a
+      truncated power iteration, and an upper bound from the spectrum of W^T W or from Gershgorin discs with the r - 1
+      largest off-diagonal entries in each row.
+    - "coherence" has the same upper bound, and delta_1 as lower bound.
+    - "auto" is "exact" where that takes below a second, else "monte_carlo".
 
-    >>> W = torch.tensor([[1.0, 0.6], [0.0, 0.8]])
-    >>> round(restricted_isometry(W, r=2).upper, 6)
-    0.6
     >>> [restricted_isometry(3 * torch.eye(4), r=2, rescale=rescale).upper for rescale in (False, True)]
     [8.0, 0.0]
     """
@@ -107,8 +108,7 @@ def restricted_isometry(
     if method == "exact" or supports <= (_AUTO_SUPPORTS if method == "auto" else 1):
         inner = outer = _enumerated(G, r)
     else:
-        outer = _outer(W, G, r)
-        g = G.diagonal()
+        outer, g = _outer(W, G, r), G.diagonal()
         inner = (float(g.min()), float(g.max())) if method == "coherence" else _sampled(G, r, samples, seed)
     if d_out < r:  # W_T^T W_T is singular, which eigvalsh reports as 1e-17
         inner, outer = (0.0, inner[1]), (0.0, outer[1])
@@ -120,8 +120,7 @@ def assumption1(
 ) -> Assumption1:
     """Decide whether delta_4s(W) <= 0.1, for a consumer W (d_out, d_hid) that is pruned to s units.
 
-    It asks for columns of nearly unit length, yet Algorithm 1 keeps the same units for W and c W: `rescale=True` asks
-    whether some c W satisfies it, and the bounds need no more.
+    `rescale=True` asks whether some c W satisfies it, which is enough: Algorithm 1 keeps the same units for W and c W.
 
     >>> assumption1(torch.eye(8), s=2).holds
     True
@@ -145,18 +144,11 @@ def assumption1(
     return Assumption1(s, known, None, f"open: {known.lower:.4g} <= delta_{r} <= {known.upper:.4g}")
 
 
-def _delta(eigenvalues: Interval, rescaled: bool) -> float:
-    low, high = eigenvalues
-    if rescaled and high > 0:
-        return (high - low) / (high + low)  # c^2 high - 1 = 1 - c^2 low
-    return max(high - 1, 1 - low)
-
-
 def _ends(G: Tensor, T: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest eigenvalue of G on each support, T (k, r) -> (k,), (k,)."""
     blocks = torch.split(T, _BLOCK // T.shape[1] ** 2 + 1)
-    spectra = [torch.linalg.eigvalsh(G[t[:, :, None], t[:, None, :]]) for t in blocks]
-    return torch.cat([x[:, 0] for x in spectra]), torch.cat([x[:, -1] for x in spectra])
+    spectra = torch.cat([torch.linalg.eigvalsh(G[t[:, :, None], t[:, None, :]]) for t in blocks])
+    return spectra[:, 0], spectra[:, -1]
 
 
 def _enumerated(G: Tensor, r: int) -> Interval:

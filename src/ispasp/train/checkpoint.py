@@ -1,155 +1,144 @@
-"""An interrupted run on disk: one safetensors file, whose metadata is JSON. Nothing is pickled."""
+"""A run on disk: one safetensors file with JSON metadata. Nothing is pickled."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ispasp.engine.team import Team
 from ispasp.errors import InputError, SaveError
-from ispasp.files.reading import TensorFile, digest, opened
-from ispasp.files.text import parsed
+from ispasp.files.reading import TensorFile, digest, opened, parsed
 from ispasp.files.writing import make_folder, publish, write_tensors
 
-FILE = "finetune.safetensors"
-FORMAT, VERSION, _FIRST = "ispasp-finetune", "2", "1"  # the first version had no checksum
-_STATES = 16  # a checkpoint may take this many times the bytes of the model: optimizers remember in float32
+VERSION, _FIRST = "2", "1"  # the first version had no checksum
+_STATES = 16  # times the bytes of the model that a checkpoint may have: optimizers keep float32
 _BESIDE = 2**27  # bytes of names, metadata and generators
-_MEMORY = {"SGD": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}  # of optimizers for a parameter
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_MEMORY = {"SGD": {"momentum_buffer"}, "Adam": _ADAM, "AdamW": _ADAM}  # per parameter
+
+Found = TypeVar("Found")
+Parts = Mapping[str, Mapping[str, Tensor]]  # part, such as "model" -> name -> tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """All that decides how a run goes on after `step` steps.
+@dataclass(frozen=True)
+class Store:
+    """The checkpoint file of a run in a folder, written `every` so many steps.
 
-    `settings` says which run it is; `model`, `optimizer` and `loader` are tensors by name.
+    Runs with the same `settings` can go on from each other's files.
     """
 
-    step: int
+    folder: Path
+    kind: str
     settings: Mapping[str, Any]
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    loader: Sequence[Tensor]
-    losses: Sequence[float]
-    scaler: Mapping[str, float] = field(default_factory=dict)
-    scores: Mapping[int, float] = field(default_factory=dict)
+    every: int
 
-    def write(self, folder: Path) -> None:
-        """Put it into the folder. Whatever ends the run while it writes, the file before it stays as it was."""
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        tensors = {f"{part}/{name}": _plain(t) for part, named in parts.items() for name, t in named.items()}
-        tensors |= {f"loader/{number}": _plain(t) for number, t in enumerate(self.loader)}
-        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64, device="cpu")
-        scores = list(self.scores.items())  # JSON has no whole numbers as keys
-        about = json.dumps({"step": self.step, "settings": self.settings, "scaler": self.scaler, "scores": scores})
-        told = {"format": FORMAT, "version": VERSION, "about": about, "sha256": digest(tensors, about)}
-        fresh = folder / f".{FILE}.new"
+    @property
+    def path(self) -> Path:
+        """The file, such as "finetune.safetensors"."""
+        return self.folder / f"{self.kind}.safetensors"
+
+    def write(self, about: Mapping[str, Any], parts: Parts) -> None:
+        """Write a checkpoint. If the run dies meanwhile, the previous one stays as it was."""
+        tensors = {
+            f"{part}/{name}" if name else part: tensor.detach().cpu().contiguous().clone()  # safetensors wants no views
+            for part, named in parts.items()
+            for name, tensor in named.items()
+        }
+        text = json.dumps({"settings": self.settings, **about})
+        metadata = {"format": f"ispasp-{self.kind}", "version": VERSION, "about": text, "sha256": digest(tensors, text)}
+        fresh = self.folder / f".{self.path.name}.new"
         try:
-            make_folder(folder)
-            write_tensors(fresh, tensors, told)
-            publish(fresh, folder / FILE)
+            make_folder(self.folder)
+            write_tensors(fresh, tensors, metadata)
+            publish(fresh, self.path)
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-            raise SaveError(f"cannot write a checkpoint to {folder}: {error}") from error
+            raise SaveError(f"cannot write a checkpoint to {self.folder}: {error}") from error
 
+    def read(
+        self, ranks: Team, model: nn.Module, steps: float, build: Callable[[dict[str, Any], Parts], Found]
+    ) -> Found | None:
+        """What `build` makes of the checkpoint, or None if there is none. All ranks read the same.
 
-def read(folder: Path, settings: Mapping[str, Any], steps: int, model: nn.Module) -> Checkpoint | None:
-    """The checkpoint in a folder; None where there is none, an error where it is of a run with other settings.
+        Raises if it is from a run with other settings or of more than `steps` steps.
+        """
+        with ranks.together("the reading of the checkpoint"):
+            found = self._read(model, steps, build) if os.path.lexists(self.path) else None
+        # Nobody writes before all have read.
+        numbers = ranks.gather("the step of the checkpoint", found[0] if found else -1)
+        if len(set(numbers)) > 1:
+            raise InputError(
+                f"steps in the checkpoint of {self.folder} (-1: none): processes 0, 1, ... have {numbers}, which must "
+                "be one number"
+            )
+        return found[1] if found else None
 
-    `steps`: how many the whole run has. A file that is much larger than the model explains is not read.
-    """
-    path = folder / FILE
-    if not os.path.lexists(path):
-        return None
-    limit = _STATES * sum(t.nbytes for t in model_tensors(model).values()) + 8 * steps + _BESIDE
-    try:
-        with opened(path) as file:
-            found = _parsed(file, path, limit)
-    except SaveError as error:
-        raise SaveError(f"{error}; delete it to start anew") from None
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise SaveError(f"{path} is damaged: {error!r:.200}; delete it to start anew") from None
-    _check_same(path, found.settings, settings)
-    if not found.step <= steps:
-        raise SaveError(f"{path} is of step {found.step}, the run has {steps}: delete it to start anew")
-    return found
+    def _read(
+        self, model: nn.Module, steps: float, build: Callable[[dict[str, Any], Parts], Found]
+    ) -> tuple[int, Found]:
+        many = 0 if steps == float("inf") else int(steps)
+        limit = _STATES * sum(t.nbytes for t in model_tensors(model).values()) + 8 * many + _BESIDE
+        try:
+            with opened(self.path) as file:
+                about, parts = self._parsed(file, limit)
+            built = build(about, parts)
+        except SaveError as error:
+            raise SaveError(f"{error}; delete it to start anew") from None
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise SaveError(f"{self.path} is damaged: {error!r:.200}; delete it to start anew") from None
+        for name in {**about["settings"], **self.settings}:
+            there, here = about["settings"].get(name), self.settings.get(name)
+            if there != here:
+                raise InputError(
+                    f"{self.path} is of a run with {name}={there!r:.200}, this one has {name}={here!r}: pass another "
+                    "folder, or delete the file to start anew"
+                )
+        if about["step"] > steps:
+            raise SaveError(f"{self.path} is of step {about['step']}, the run has {steps}: delete it to start anew")
+        return about["step"], built
 
-
-def _parsed(file: TensorFile, path: Path, limit: int) -> Checkpoint:
-    told = file.metadata
-    if told.get("format") != FORMAT or told.get("version") not in (VERSION, _FIRST):
-        raise SaveError(f"{path} is not a checkpoint of this version of ispasp: choose another folder")
-    tensors = file.tensors(limit)
-    if told["version"] == VERSION and told.get("sha256") != digest(tensors, told["about"]):
-        raise SaveError(f"{path} has been changed (checksums differ): restore it")
-    about, losses = parsed(told["about"]), tensors["losses"]
-    step = about["step"]
-    if type(step) is not int or step < 0 or losses.dtype != torch.float64 or losses.shape != (step,):
-        raise ValueError(f"{losses.numel()} losses of step {step!r:.80}")
-    if not isinstance(about["settings"], dict):
-        raise TypeError(f"its settings are a {type(about['settings']).__name__}")
-    for name in tensors:
-        if name != "losses" and not name.startswith(("model/", "optimizer/", "loader/")):
-            raise ValueError(f"a tensor {name!r:.80}")
-    return Checkpoint(
-        step,
-        about["settings"],
-        _part(tensors, "model/"),
-        _part(tensors, "optimizer/"),
-        [tensors[f"loader/{number}"] for number in range(len(_part(tensors, "loader/")))],
-        losses.tolist(),
-        {str(name): float(value) for name, value in about["scaler"].items()},
-        {_step(number, step): float(score) for number, score in about["scores"]},
-    )
-
-
-def _step(value: Any, last: int) -> int:
-    if type(value) is not int or not 0 < value <= last:
-        raise ValueError(f"a score of step {value!r:.80}")
-    return value
+    def _parsed(self, file: TensorFile, limit: int) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        metadata = file.metadata
+        if metadata.get("format") != f"ispasp-{self.kind}" or metadata.get("version") not in (VERSION, _FIRST):
+            raise SaveError(f"{self.path} is not a checkpoint of this version of ispasp: choose another folder")
+        tensors = file.tensors(limit)
+        if metadata["version"] == VERSION and metadata.get("sha256") != digest(tensors, metadata["about"]):
+            raise SaveError(f"{self.path} has been changed (checksums differ): restore it")
+        about = parsed(metadata["about"])
+        if type(about["step"]) is not int or about["step"] < 0 or not isinstance(about["settings"], dict):
+            raise ValueError(f"step {about['step']!r:.80}, settings {about['settings']!r:.80}")
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition("/")
+            parts.setdefault(part, {})[rest] = tensor
+        return about, parts
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers (also those that a state dict leaves out), tied ones once.
-
-    >>> sorted(model_tensors(nn.BatchNorm1d(2)))
-    ['bias', 'num_batches_tracked', 'running_mean', 'running_var', 'weight']
-    """
+    """Parameters and buffers (also non-persistent ones), tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def check_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Refuse saved tensors of a model with other names, shapes or dtypes."""
-    tensors = model_tensors(model)
+def check_fits(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raise unless the tensors of the model and those in the checkpoint have the same names, shapes and dtypes."""
     for name in sorted({*tensors, *saved}):
         here, there = (_described(t.get(name)) for t in (tensors, saved))
         if here != there:
             raise InputError(
-                f"{name!r} is {here} in the model and {there} in the checkpoint: pass "
-                "the model as it was when the run began (pruned in the same way), or another folder"
+                f"{name!r} is {here} in the model and {there} in the checkpoint: pass the model as it was when the run "
+                "began (pruned in the same way), or another folder"
             )
 
 
-@torch.no_grad()
-def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copy the saved tensors into a model of the same shape."""
-    for name, tensor in model_tensors(model).items():
-        tensor.copy_(saved[name])
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimizer remembers, by number of the parameter and name.
-
-    >>> weight = nn.Parameter(torch.ones(2)); optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
-    >>> weight.sum().backward(); optimizer.step(); optimizer_tensors(optimizer)
-    {'0/momentum_buffer': tensor([1., 1.])}
-    """
+    """The state of an optimizer by number of the parameter and name, such as "0/momentum_buffer"."""
     found = {}
     for number, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
@@ -164,44 +153,23 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Give a new optimizer, of the same parameters, the memory of another."""
+    """Load the state of another optimizer of the same parameters."""
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
+    fits = True
     for name, tensor in saved.items():
         number, _, key = name.partition("/")
         place = int(number) if number.isdecimal() and len(number) < 10 else len(shapes)
-        if place >= len(shapes) or tensor.shape != (() if key == "step" else shapes[place]):
-            raise _others()
+        fits &= place < len(shapes) and tensor.shape == (() if key == "step" else shapes[place])
         state.setdefault(place, {})[key] = tensor
     known = _MEMORY.get(type(optimizer).__name__)
-    if known is not None and any(memory.keys() != known for memory in state.values()):
-        raise _others()
+    if not fits or (known is not None and any(memory.keys() != known for memory in state.values())):
+        raise InputError(
+            "the checkpoint is of a run that trained other parameters of the model: set requires_grad as it was then, "
+            "or pass another folder"
+        )
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def _others() -> InputError:
-    return InputError(
-        "the checkpoint is of a run that trained other parameters of the model: set requires_grad as it was then, or "
-        "pass another folder"
-    )
-
-
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _described(tensor: Tensor | None) -> str:
     return "not there" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()  # safetensors refuses views of one storage
-
-
-def _check_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    for name in {**there, **here}:
-        if there.get(name) != here.get(name):
-            raise InputError(
-                f"{path} is of a run with {name}={there.get(name)!r:.200}, this one has {name}={here.get(name)!r}: "
-                "pass another folder, or delete the file to start anew"
-            )

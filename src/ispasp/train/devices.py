@@ -1,10 +1,11 @@
-"""An accelerate `Accelerator` for one run, and everything as it was afterwards.
+"""An accelerate `Accelerator` for one run; everything is as before afterwards.
 
-accelerate is imported when a run begins: it takes seconds.
+accelerate takes seconds to import, so it is imported when a run begins.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,19 +18,35 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from ispasp.errors import InputError, MissingExtraError
 
-PRECISIONS = (None, "bf16", "fp16")
 _WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accelerate leaves on a model
 
 
-def need_accelerate() -> None:
-    """Refuse to train where accelerate is not installed."""
+def need_accelerate(what: str = "fine-tuning") -> None:
+    """Raise MissingExtraError unless accelerate is installed."""
     if find_spec("accelerate") is None:
-        raise MissingExtraError("fine-tuning needs accelerate: pip install 'ispasp[train]'")
+        raise MissingExtraError(f"{what} needs accelerate: pip install 'ispasp[train]'")
+
+
+@contextmanager
+def accelerated_if_useful(mixed_precision: str | None, *, join: bool) -> Iterator[Any]:
+    """An Accelerator where it makes a difference: in mixed precision, on a GPU, in several processes. Else None.
+
+    `join`: processes of torchrun that are not connected yet become a group.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    launched |= join and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if mixed_precision is not None:
+        need_accelerate(f"mixed_precision={mixed_precision!r}")
+    elif find_spec("accelerate") is None or not (launched or torch.accelerator.is_available()):
+        yield None
+        return
+    with accelerated(mixed_precision) as accelerator:
+        yield accelerator
 
 
 @contextmanager
 def accelerated(mixed_precision: str | None) -> Iterator[Any]:
-    """An Accelerator; the process-wide settings that come with it are taken back, so that another run may differ."""
+    """An Accelerator. Its process-wide settings are reset at the end, so that the next run may have others."""
     state = import_module("accelerate.state")
     before, threads = state.is_initialized(), torch.get_num_threads()
     gradients = state.GradientState()
@@ -43,14 +60,38 @@ def accelerated(mixed_precision: str | None) -> Iterator[Any]:
             state.AcceleratorState._reset_state()
 
 
-def sent(batch: Any, device: torch.device) -> Any:
-    """The batch on a device."""
-    return import_module("accelerate.utils").send_to_device(batch, device)
+def _accelerator(mixed_precision: str | None) -> Any:
+    if mixed_precision not in (None, "bf16", "fp16"):
+        raise InputError(f"mixed_precision={mixed_precision!r}: choose None, 'bf16' or 'fp16'")
+    utils = import_module("accelerate.utils")
+    try:
+        accelerator = import_module("accelerate").Accelerator(
+            cpu=not torch.accelerator.is_available(),  # otherwise torchrun on CPUs counts as one process
+            mixed_precision=mixed_precision,
+            # The loop weighs every batch by its examples, so accelerate must not divide.
+            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=1),
+            dataloader_config=utils.DataLoaderConfiguration(split_batches=True, even_batches=False),
+            kwargs_handlers=[utils.DistributedDataParallelKwargs(find_unused_parameters=True)],
+        )
+    except ValueError as error:
+        raise InputError(f"accelerate refuses mixed_precision={mixed_precision!r}: {error}") from error
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # it would train in float32
+        raise InputError("mixed_precision='fp16' needs a GPU: pass 'bf16' or None")
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise InputError(f"accelerate is set up for {kind}, training is data-parallel: run `accelerate config`")
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if processes != accelerator.num_processes:
+        raise InputError(
+            f"torch.distributed has {processes} processes, accelerate sees {accelerator.num_processes}: start the "
+            "script with torchrun or accelerate launch"
+        )
+    return accelerator
 
 
 @contextmanager
 def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model on a device; afterwards it is back where it was, each module in its own train or eval mode."""
+    """The model on a device; at the end it is moved back, each module in its own train or eval mode."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or torch.device("meta") in devices:
         names = ", ".join(sorted(map(str, devices)))
@@ -68,7 +109,7 @@ def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def wrapped(accelerator: Any, model: nn.Module) -> Iterator[nn.Module]:
-    """The model as accelerate runs it: mixed precision, and gradients averaged over processes."""
+    """The model as accelerate runs it: in mixed precision, with gradients averaged over processes."""
     own = {name: vars(model)[name] for name in _WRAPPING if name in vars(model)}
     vars(model).pop("_is_accelerate_prepared", None)
     try:
@@ -81,7 +122,7 @@ def wrapped(accelerator: Any, model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def shared(accelerator: Any, loader: Any) -> Iterator[Any]:
-    """The loader, of which every process reads its part of each batch; with one process, the loader itself."""
+    """A loader that reads this process's part of each batch; with one process, the loader itself."""
     if accelerator.num_processes == 1:
         yield loader
         return
@@ -101,57 +142,11 @@ def shared(accelerator: Any, loader: Any) -> Iterator[Any]:
     finally:
         part.end()
         if hasattr(sampler, "generator"):
-            sampler.generator = generator  # accelerate gives one to a sampler that has none
-
-
-def agreed(accelerator: Any, number: int, what: str) -> None:
-    """Every process must have the same number, else an error on all of them; no process goes on before that."""
-    if accelerator.num_processes == 1:
-        return
-    numbers = accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()
-    if len(set(numbers)) > 1:
-        raise InputError(f"{what}: processes 0, 1, ... have {numbers}, which must be one number")
+            sampler.generator = generator  # accelerate adds one where there is none
 
 
 def draws_alone(loader: Any) -> bool:
-    """Whether the order of a loader owes nothing to global random numbers, so that processes may draw different ones.
-
-    >>> draws_alone(DataLoader(range(4), batch_size=2)), draws_alone(DataLoader(range(4), shuffle=True))
-    (True, False)
-    """
+    """Whether a loader's order is independent of the global generators, so that processes may seed them differently."""
     sampler = getattr(loader, "sampler", None)
     own = type(sampler) is SequentialSampler or isinstance(getattr(sampler, "generator", None), torch.Generator)
     return own and type(getattr(loader, "batch_sampler", None)) is BatchSampler
-
-
-def _accelerator(mixed_precision: str | None) -> Any:
-    if mixed_precision not in PRECISIONS:
-        raise InputError(f"mixed_precision={mixed_precision!r}: choose None, 'bf16' or 'fp16'")
-    utils = import_module("accelerate.utils")
-    try:
-        accelerator = import_module("accelerate").Accelerator(
-            cpu=not torch.accelerator.is_available(),  # without it, accelerate takes torchrun on CPUs for one process
-            mixed_precision=mixed_precision,
-            # We weigh every batch by its examples, so accelerate must divide by nothing.
-            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=1),
-            dataloader_config=utils.DataLoaderConfiguration(split_batches=True, even_batches=False),
-            kwargs_handlers=[utils.DistributedDataParallelKwargs(find_unused_parameters=True)],
-        )
-    except ValueError as error:
-        raise InputError(f"accelerate refuses mixed_precision={mixed_precision!r}: {error}") from error
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would train in float32
-        raise InputError("mixed_precision='fp16' needs a GPU: pass 'bf16' or None")
-    _check_processes(accelerator)
-    return accelerator
-
-
-def _check_processes(accelerator: Any) -> None:
-    kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise InputError(f"accelerate is set up for {kind}, finetune trains data-parallel: run `accelerate config`")
-    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if processes != accelerator.num_processes:
-        raise InputError(
-            f"torch.distributed has {processes} processes, accelerate sees {accelerator.num_processes}: start the "
-            "script with torchrun or accelerate launch"
-        )

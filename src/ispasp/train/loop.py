@@ -3,191 +3,204 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ispasp.calibrate.alike import SAME_OPTIONS, alike, weights_alike
-from ispasp.calibrate.team import Alone, Team, team
+from ispasp.engine.team import SAME_OPTIONS, Team, alike, team, weights_alike
 from ispasp.errors import InputError
+from ispasp.graph.state import random_numbers_kept
 from ispasp.graph.trace import evaluating
 from ispasp.report import track
-from ispasp.train import checkpoint as files
-from ispasp.train.checkpoint import Checkpoint
-from ispasp.train.devices import accelerated, agreed, draws_alone, placed, sent, shared, wrapped
-from ispasp.train.objective import Objective
-from ispasp.train.order import Group, Order
-from ispasp.train.randomness import STEP, left_alone, seed_everything
+from ispasp.train.checkpoint import Parts, Store, check_fits, model_tensors, optimizer_tensors, restore_optimizer
+from ispasp.train.devices import accelerated, draws_alone, placed, shared, wrapped
+from ispasp.train.loader import STEP, Group, StepLoader, seed_everything
+from ispasp.train.objective import Batch
 from ispasp.train.recipe import Recipe
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What to do: together with the model and the loader it decides the result."""
+    """Everything that decides a training run, except the model and the loader."""
 
     recipe: Recipe
-    objective: Objective
+    loss: Callable[[nn.Module, Batch, Autocast], Tensor]
+    """The mean over the examples of a batch. Other models than the first argument run under the autocast."""
     epochs: float
-    accumulate: int
-    seed: int
-    mixed_precision: str | None
-    folder: Path | None
-    every: int
-    progress: bool
+    accumulate: int = 1
+    seed: int = 0
+    mixed_precision: str | None = None
+    folder: Path | None = None
+    """Where checkpoints are written, one every `every` steps."""
+    every: int = 100
+    progress: bool = True
     evaluate: Callable[[nn.Module], float] | None = None
+    teachers: tuple[nn.Module, ...] = ()
+    """Models that the loss runs: put on the same device, in eval mode."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint knows of the loss."""
 
     def steps(self, batches: int) -> int:
-        """How many times the parameters change, for a loader of that many batches."""
+        """How many optimizer steps, for a loader of that many batches."""
         return max(1, round(self.epochs * -(-batches // self.accumulate)))
 
     def settings(self, batches: int, precision: str) -> dict[str, Any]:
-        """What two runs must have in common for one to go on with the other's checkpoint."""
-        teacher = self.objective.teacher
+        """What two runs must have in common for one to continue the other's checkpoint."""
         return {
             "recipe": repr(self.recipe),
             "epochs": self.epochs,
             "batches": batches,
             "accumulate": self.accumulate,
-            "label_smoothing": self.objective.label_smoothing,
-            "own_loss": self.objective.loss is not None,
-            "teacher": None if teacher is None else f"temperature {teacher.temperature}, weight {teacher.weight}",
+            **self.facts,
             "mixed_precision": precision,
             "seed": self.seed,
         }
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """The loss of every step, how many steps came from a checkpoint, and what `evaluate` said after which step."""
+def train(run: Run, model: nn.Module, loader: Any) -> tuple[tuple[float, ...], int, Mapping[int, float]]:
+    """Train the model in place.
 
+    Returns the loss of every step, how many steps came from a checkpoint, and `evaluate` by number of steps done.
+    """
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(torch.inference_mode(False))
+        enter(torch.enable_grad())
+        enter(random_numbers_kept())
+        accelerator = enter(accelerated(run.mixed_precision))
+        several = accelerator.num_processes > 1
+        ranks = enter(team() if several else Team())
+        settings = run.settings(len(loader), accelerator.mixed_precision)
+        _check_alike(ranks, run, settings, model)
+        for each in (model, *run.teachers):
+            enter(placed(each, accelerator.device))
+            each.train(each is model)
+        seed_everything(run.seed)  # before `shared`, which may give the sampler a generator
+        part = enter(shared(accelerator, loader))
+        rank = accelerator.process_index if draws_alone(loader) else 0
+        batches = StepLoader(part, len(loader), run.accumulate, run.seed, rank, shared=several)
+        optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
+        store = None if run.folder is None else Store(run.folder, "finetune", settings, run.every)
+        found = store.read(ranks, model, run.steps(len(loader)), _saved) if store else None
+        if found is not None:
+            found.restore(model, optimizer, batches, accelerator.scaler)
+        whole = enter(wrapped(accelerator, model))
+        stepper = optimizer if accelerator.scaler is None else accelerator.prepare_optimizer(optimizer)
+        return _Loop(run, store, accelerator, model, whole, optimizer, stepper, batches).train(found)
+
+
+def _check_alike(ranks: Team, run: Run, settings: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise if ranks differ in settings or weights: DistributedDataParallel would overwrite them silently."""
+    facts = {
+        **settings,
+        "evaluate": run.evaluate,
+        "checkpoint": run.folder is not None,
+        "checkpoint_every": run.every,
+        "trainable parameters": [name for name, p in model.named_parameters() if p.requires_grad],
+    }
+    alike(ranks, "the settings of finetune", lambda: facts, SAME_OPTIONS)
+    weights_alike(ranks, model)
+    for teacher in run.teachers:
+        weights_alike(ranks, teacher, of="the teacher")
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """Everything that decides how a run goes on after `step` steps."""
+
+    step: int
+    parts: Parts
     losses: list[float]
-    resumed: int
+    scaler: dict[str, float]
     scores: dict[int, float]
 
-
-def train(run: Run, model: nn.Module, loader: Any) -> Trained:
-    """Train the model in place."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(left_alone())
-        accelerator = stack.enter_context(accelerated(run.mixed_precision))
-        ranks = stack.enter_context(team() if accelerator.num_processes > 1 else Alone())
-        _alike(ranks, run, model, loader, accelerator.mixed_precision)
-        stack.enter_context(placed(model, accelerator.device))
-        if run.objective.teacher is not None:
-            stack.enter_context(placed(run.objective.teacher.model, accelerator.device))
-            run.objective.teacher.model.eval()
-        seed_everything(run.seed)  # a sampler without a generator may be given one now
-        part = stack.enter_context(shared(accelerator, loader))
-        order = _order(run, accelerator, loader, part)
-        model.train()
-        optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
-        settings = run.settings(order.batches, accelerator.mixed_precision)
-        with ranks.together("the reading of the checkpoint"):
-            found = None
-        if run.folder is not None:
-            found = files.read(run.folder, settings, run.steps(order.batches), model)
-        # The first process writes only when all have read.
-        agreed(accelerator, found.step if found else -1, f"steps in the checkpoint of {run.folder} (-1: none)")
-        if found is not None:
-            files.check_model(model, found.model)
-            files.restore_optimizer(optimizer, found.optimizer)
-            if accelerator.scaler is not None:
-                accelerator.scaler.load_state_dict(dict(found.scaler))
-            order.resume(found.loader)
-            files.restore_model(model, found.model)  # last: a checkpoint that does not fit leaves it as it was
-        whole = stack.enter_context(wrapped(accelerator, model))
-        loop = _Loop(run, accelerator, model, whole, optimizer, order, settings)
-        if found is not None:
-            loop.losses, loop.scores = list(found.losses), dict(found.scores)
-        return loop.train(found.step if found else 0)
+    @torch.no_grad()
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: StepLoader, scaler: Any) -> None:
+        """Put all of them into the saved state, the model last: a checkpoint that does not fit leaves it as it was."""
+        saved, states = self.parts.get("model", {}), self.parts.get("loader", {})
+        check_fits(model_tensors(model), saved)
+        restore_optimizer(optimizer, self.parts.get("optimizer", {}))
+        if scaler is not None:
+            scaler.load_state_dict(self.scaler)
+        loader.resume([states[str(number)] for number in range(len(states))])
+        for name, tensor in model_tensors(model).items():
+            tensor.copy_(saved[name])
 
 
-def _alike(ranks: Team, run: Run, model: nn.Module, loader: Any, precision: str) -> None:
-    """Processes with other settings or other weights are refused; DistributedDataParallel overwrites without a word."""
-
-    def settings() -> dict[str, Any]:
-        return {
-            **run.settings(len(loader), precision),
-            "evaluate": run.evaluate,
-            "checkpoint": run.folder is not None,
-            "checkpoint_every": run.every,
-            "trainable parameters": [name for name, p in model.named_parameters() if p.requires_grad],
-        }
-
-    alike(ranks, "the settings of finetune", settings, SAME_OPTIONS)
-    weights_alike(ranks, model)
-    if run.objective.teacher is not None:
-        weights_alike(ranks, run.objective.teacher.model, of="the teacher")
+def _saved(about: dict[str, Any], parts: Parts) -> _Saved:
+    step, losses = about["step"], parts["losses"][""]
+    if losses.dtype != torch.float64 or losses.shape != (step,):
+        raise ValueError(f"{losses.numel()} losses of step {step!r:.80}")
+    scores = {number: float(score) for number, score in about["scores"]}  # keys of JSON objects are text
+    if any(type(number) is not int or not 0 < number <= step for number in scores):
+        raise ValueError(f"scores of steps {list(scores)!r:.80}")
+    if unknown := parts.keys() - {"losses", "model", "optimizer", "loader"}:
+        raise ValueError(f"tensors {unknown!r:.80}")
+    scaler = {str(name): float(value) for name, value in about["scaler"].items()}
+    return _Saved(step, parts, losses.tolist(), scaler, scores)
 
 
-def _order(run: Run, accelerator: Any, loader: Any, part: Any) -> Order:
-    return Order(
-        part,
-        run.accumulate,
-        run.seed,
-        batches=len(loader),
-        shared=accelerator.num_processes > 1,
-        process=accelerator.process_index if draws_alone(loader) else 0,
-    )
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Loop:
     run: Run
+    store: Store | None
     accelerator: Any
     model: nn.Module
     whole: nn.Module  # the model as accelerate wraps it
     optimizer: torch.optim.Optimizer
-    order: Order
-    settings: dict[str, Any]
+    stepper: Any  # the optimizer; for fp16 as accelerate wraps it
+    batches: StepLoader
     losses: list[float] = field(default_factory=list)
     scores: dict[int, float] = field(default_factory=dict)
-    stepper: Any = field(init=False)  # the optimizer, for fp16 as accelerate wraps it
 
-    def __post_init__(self) -> None:
-        scaled = self.accelerator.scaler is not None
-        self.stepper = self.accelerator.prepare_optimizer(self.optimizer) if scaled else self.optimizer
-        self.steps = self.run.steps(self.order.batches)
-
-    def train(self, start: int) -> Trained:
-        if start == 0:
+    def train(self, found: _Saved | None) -> tuple[tuple[float, ...], int, Mapping[int, float]]:
+        run, start, steps = self.run, 0, self.run.steps(self.batches.batches)
+        if found is None:
             self._save(0)
-        show = self.run.progress and self.accelerator.is_main_process
-        for step in track(range(start, self.steps), "fine-tuning", self.steps - start, show=show):
-            group = self.order.group(step)
-            seed_everything(self.run.seed, STEP, step, self.accelerator.process_index)
-            self.losses.append(self._step(step, group))
-            if (step + 1) % self.order.steps_per_epoch == 0 or step + 1 == self.steps:
-                self._evaluate(step + 1)
-            if (step + 1) % self.run.every == 0 or step + 1 == self.steps:
-                self._save(step + 1)
-        self._agree(self.model.buffers())
+        else:
+            start = found.step
+            self.losses.extend(found.losses)
+            self.scores.update(found.scores)
+        show = run.progress and self.accelerator.is_main_process
+        for step in track(range(start, steps), "fine-tuning", steps - start, show=show):
+            group = self.batches.group(step)
+            seed_everything(run.seed, STEP, step, self.accelerator.process_index)
+            self.losses.append(self._step(group, run.recipe.lr_at(step, steps), step))
+            done = step + 1
+            if done % self.batches.steps_per_epoch == 0 or done == steps:
+                self._evaluate(done)
+            if done % run.every == 0 or done == steps:
+                self._save(done)
+        self._copy_from_first(self.model.buffers())
         self.optimizer.zero_grad()  # gradients take as much memory as the model
-        return Trained(self.losses, start, self.scores)
+        return tuple(self.losses), start, self.scores
 
-    def _step(self, step: int, group: Group) -> float:
-        """One change of the parameters; the loss is the mean over all examples of all batches and processes."""
-        lr = self.run.recipe.lr_at(step, self.steps)
+    def _step(self, group: Group, lr: float, step: int) -> float:
+        """Change the parameters once. Returns the mean loss over the examples of all batches and processes."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
         accelerator = self.accelerator
-        here = torch.tensor(float(sum(n for _, n in group)), dtype=torch.float32, device=accelerator.device)
-        examples = float(accelerator.reduce(here, "sum"))
+        count_here = torch.tensor(float(sum(n for _, n in group)), dtype=torch.float32, device=accelerator.device)
+        examples = float(accelerator.reduce(count_here, "sum"))
         total = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         self.stepper.zero_grad()
         for number, (batch, count) in enumerate(group):
             last = number + 1 == len(group)
             with nullcontext() if last else accelerator.no_sync(self.whole):
-                loss = self.run.objective(self.whole, sent(batch, accelerator.device), accelerator.autocast)
+                here = import_module("accelerate.utils").send_to_device(batch, accelerator.device)
+                loss = self.run.loss(self.whole, here, accelerator.autocast)
                 if not loss.requires_grad:
-                    raise InputError("the loss does not depend on what can change: compute it from the model's output")
+                    raise InputError(
+                        "the loss has no gradient to any trainable parameter: compute it from the model's output"
+                    )
                 weight = count / examples
                 accelerator.backward(loss * (weight * accelerator.num_processes))  # processes are averaged
                 total += loss.detach() * weight
@@ -201,37 +214,39 @@ class _Loop:
         return value
 
     def _save(self, step: int) -> None:
-        folder, accelerator = self.run.folder, self.accelerator
-        if folder is None:
+        if self.store is None:
             return
-        if accelerator.is_main_process:
-            Checkpoint(
-                step,
-                self.settings,
-                files.model_tensors(self.model),
-                files.optimizer_tensors(self.optimizer),
-                self.order.states(step),
-                self.losses,
-                accelerator.scaler.state_dict() if accelerator.scaler is not None else {},
-                self.scores,
-            ).write(folder)
-        accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            about = {
+                "step": step,
+                "scaler": {} if scaler is None else scaler.state_dict(),
+                "scores": list(self.scores.items()),
+            }
+            parts = {
+                "model": model_tensors(self.model),
+                "optimizer": optimizer_tensors(self.optimizer),
+                "loader": {str(number): state for number, state in enumerate(self.batches.states(step))},
+                "losses": {"": torch.tensor(self.losses, dtype=torch.float64, device="cpu")},
+            }
+            self.store.write(about, parts)
+        self.accelerator.wait_for_everyone()
 
     def _evaluate(self, step: int) -> None:
         if self.run.evaluate is None:
             return
-        self._agree(self.model.buffers())
+        self._copy_from_first(self.model.buffers())
         with evaluating(self.model):
             score = self.run.evaluate(self.model)
         try:
             value = torch.tensor(float(score), dtype=torch.float64, device=self.accelerator.device)
         except (TypeError, ValueError) as error:
             raise InputError(f"evaluate gave a {type(score).__name__}: return one number") from error
-        self._agree([value])
+        self._copy_from_first([value])
         self.scores[step] = value.item()
 
-    def _agree(self, tensors: Iterable[Tensor]) -> None:
-        """Processes see different examples, so buffers differ; those of the first count."""
+    def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give all processes the tensors of the first. Buffers differ, because processes see different examples."""
         if self.accelerator.num_processes > 1:
             for tensor in tensors:
                 torch.distributed.broadcast(tensor, 0)

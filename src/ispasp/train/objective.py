@@ -1,7 +1,8 @@
-"""What training makes small: a task loss, the distance to a teacher, or both."""
+"""The loss of a batch: its inputs and labels, the task loss, and the distance to a teacher."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +13,85 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ispasp.engine.batches import NAMES, Labels
 from ispasp.errors import InputError
+from ispasp.graph.state import unwrapped
 from ispasp.graph.trace import run
-from ispasp.train.batch import Batch, inputs_of, labels_of
 
+Batch = Any  # Tensor: inputs only; tuple or list: inputs, then labels; mapping: keyword arguments, with "labels"
 Loss = Callable[[Any, Batch], Tensor]  # (output of the model, batch) -> mean over the examples of the batch
+_OWN_LOSS = "pass loss=lambda output, batch: ..."
+_LABEL_ARGUMENTS = ("target", "targets", "label", "labels")
+
+
+def inputs_of(batch: Batch) -> Any:
+    """What the model is called with: a tuple without the labels at its end, or the whole mapping."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        return batch
+    inputs = tuple(batch[:-1])
+    return inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Mapping) else inputs
+
+
+def inputs_for(model: nn.Module) -> Callable[[Batch], Any]:
+    """`inputs_of`, which also drops the labels of a mapping if the model's forward does not take them."""
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+    takes = {p.name for p in parameters}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        takes.add("labels")
+    unwanted = Labels(names=tuple(name for name in NAMES if name not in takes))
+    return lambda batch: unwanted.without(batch) if isinstance(batch, Mapping) else inputs_of(batch)
+
+
+def labels_of(batch: Batch) -> Any:
+    """The labels: the end of a tuple of two or more, or "labels" of a mapping; None if there are none."""
+    if isinstance(batch, Mapping):
+        return next((batch[name] for name in NAMES if name in batch), None)
+    return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+
+
+def logits_of(output: Any) -> Tensor:
+    """The class scores in a model's output: a tensor, its `logits`, or the first of a tuple."""
+    found = output
+    if not isinstance(found, Tensor):
+        found = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
+    if isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, Tensor):
+        raise InputError(f"the model returns a {type(output).__name__} without logits: {_OWN_LOSS}")
+    return found
+
+
+@dataclass(frozen=True)
+class LabelLoss:
+    """A loss(output, labels), called as loss(output, batch)."""
+
+    loss: Callable[[Any, Any], Tensor]
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        """The loss of the logits and the labels of the batch."""
+        self.check(batch)
+        return self.loss(logits_of(output), labels_of(batch))
+
+    def check(self, batch: Any) -> None:
+        """Raise InputError if the batch has no labels."""
+        if labels_of(batch) is None:
+            name = getattr(self.loss, "__name__", type(self.loss).__name__)
+            raise InputError(
+                f"{name} compares an output with labels, and a batch is a {type(batch).__name__} without: yield "
+                f"(inputs, labels), or {_OWN_LOSS}"
+            )
+
+
+def loss_of(loss: Callable[[Any, Any], Tensor] | None) -> Loss | None:
+    """The loss as loss(output, batch). Modules and functions such as `functional.cross_entropy` take labels instead."""
+    if loss is None or isinstance(loss, LabelLoss):
+        return loss
+    try:
+        arguments = list(inspect.signature(loss).parameters)
+    except (TypeError, ValueError):  # not a Python function
+        arguments = []
+    takes_labels = isinstance(loss, nn.Module) or any(name in _LABEL_ARGUMENTS for name in arguments[1:2])
+    return LabelLoss(loss) if takes_labels else loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +110,7 @@ class Teacher:
     weight: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse what cannot teach."""
+        """Validate the settings."""
         if not isinstance(self.model, nn.Module):
             raise InputError(f"the teacher is a {type(self.model).__name__}: pass a torch.nn.Module")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
@@ -46,10 +121,10 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """The loss of a model on a batch.
+    """The loss of a model on a batch: a task loss, the distance to a teacher, or both.
 
-    >>> objective = Objective()
-    >>> round(objective(nn.Identity(), (torch.tensor([[2.0, 0.0]]), torch.tensor([0]))).item(), 4)   # log(1 + e^-2)
+    >>> batch = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    >>> round(Objective()(nn.Identity(), batch).item(), 4)   # log(1 + e^-2)
     0.1269
     """
 
@@ -59,28 +134,29 @@ class Objective:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings that would go unused."""
+        """Validate the settings."""
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"label_smoothing={self.label_smoothing}: pass a number of at least 0 and below 1")
         if self.loss is not None and self.label_smoothing:
             raise InputError("label_smoothing is for the built-in cross entropy: smooth the labels in your loss")
 
     def __call__(
-        self, model: nn.Module, batch: Batch, precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self, model: nn.Module, batch: Batch, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> Tensor:
-        """One number, the mean over the examples; the teacher runs under `precision` and without gradients."""
-        alone = self.teacher is not None and self.teacher.weight == 1
-        if self.loss is None and not alone:
+        """The mean over the examples. The teacher runs under `autocast`, without gradients."""
+        teacher = self.teacher
+        taught = 0.0 if teacher is None else teacher.weight
+        if self.loss is None and taught < 1:
             _check_labelled(batch)
         inputs = self.input_of(batch)
         output = run(model, inputs)
-        value = torch.zeros((), device="cpu") if alone else _scalar(self._task(output, batch))
-        if self.teacher is not None:
-            with torch.no_grad(), precision():
-                target = run(self.teacher.model, inputs)
-            apart = distance(logits_of(output), logits_of(target), self.teacher.temperature)
-            value = apart if alone else (1 - self.teacher.weight) * value + self.teacher.weight * apart
-        return value
+        task = _scalar(self._task(output, batch)) if taught < 1 else torch.zeros((), device="cpu")
+        if teacher is None:
+            return task
+        with torch.no_grad(), autocast():
+            target = run(teacher.model, inputs)
+        apart = distance(logits_of(output), logits_of(target), teacher.temperature)
+        return (1 - taught) * task + taught * apart if taught < 1 else apart
 
     def _task(self, output: Any, batch: Batch) -> Any:
         if self.loss is not None:
@@ -89,40 +165,19 @@ class Objective:
             own = getattr(output, "loss", None)
             if own is not None and not self.label_smoothing:
                 return own
-            if logits_of(output).ndim != 2:  # which position predicts which label is the model's secret
+            if logits_of(output).ndim != 2:  # only the model knows which position predicts which label
+                shape = tuple(logits_of(output).shape)
                 raise InputError(
-                    f"the built-in loss needs logits (batch, classes), the model gives {tuple(logits_of(output).shape)}"
-                    ": pass loss=lambda output, batch: ..."
+                    f"the built-in loss needs logits (batch, classes), the model gives {shape}: {_OWN_LOSS}"
                 )
         return _cross_entropy(logits_of(output), labels_of(batch), self.label_smoothing)
 
 
-def logits_of(output: Any) -> Tensor:
-    """The scores of the classes in a model's output: a tensor, its `logits`, or the first of a tuple.
-
-    >>> logits_of({"logits": torch.ones(2)})
-    tensor([1., 1.])
-    """
-    found = output
-    if not isinstance(found, Tensor):
-        found = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
-    if isinstance(found, (tuple, list)) and found:
-        found = found[0]
-    if not isinstance(found, Tensor):
-        raise InputError(
-            f"the model gives a {type(output).__name__} without logits: pass loss=lambda output, batch: ..."
-        )
-    return found
-
-
 def distance(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Temperature^2 x KL divergence of the teacher's softmax and the student's, the mean over examples and positions.
+    """Temperature^2 x KL divergence of the teacher's and the student's softmax, the mean over examples and positions.
 
-    Classes are along axis 1 of (batch, classes) and (batch, classes, h, w), and along the last one of
+    Classes are along axis 1 of (batch, classes) and (batch, classes, h, w), and along axis 2 of
     (batch, positions, classes).
-
-    >>> distance(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]]), temperature=2.0)
-    tensor(0.)
     """
     if student.shape != teacher.shape or student.ndim < 2:
         raise InputError(
@@ -142,15 +197,15 @@ def _check_labelled(batch: Batch) -> None:
         keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         raise InputError(
             f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with 'labels', "
-            "or pass loss=lambda output, batch: ..., or teacher=ispasp.train.Teacher(dense_model, weight=1)"
+            f"or {_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
         )
 
 
 def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
     if logits.ndim > 1 and logits.shape[1] == 1:
         raise InputError(
-            "the model gives one number per example, whose cross entropy is always 0: pass loss=lambda output, batch: "
-            "..., such as a mean squared error"
+            f"the model gives one number per example, whose cross entropy is always 0: {_OWN_LOSS}, such as a mean "
+            "squared error"
         )
     try:
         return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -158,10 +213,9 @@ def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
         raise
     except (RuntimeError, IndexError, TypeError) as error:
         what = f"{tuple(labels.shape)} {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-        why = str(error).rstrip(".")
         raise InputError(
-            f"the model gives {tuple(logits.shape)}, the labels are {what} ({why}): yield one whole number from 0 to "
-            "classes - 1 per example (int64), or pass loss=lambda output, batch: ..."
+            f"the model gives {tuple(logits.shape)}, the labels are {what} ({str(error).rstrip('.')}): yield one whole "
+            f"number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
         ) from error
 
 

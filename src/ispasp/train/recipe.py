@@ -1,4 +1,4 @@
-"""How to train: an optimizer and a schedule of its learning rate."""
+"""Training recipes: an optimizer and a schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ispasp.errors import InputError
 
-# From the part of the run that is done, in [0, 1), to a factor on the learning rate.
+# From the part of the run that is done, in [0, 1), to the factor on the learning rate.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -24,11 +24,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 class Recipe(ABC):
-    """An optimizer with its settings, and a schedule: "cosine", "linear", "steps" or "constant".
+    """An optimizer and a schedule: "cosine", "linear", "steps" or "constant".
 
     "steps" divides the learning rate by ten after half and after three quarters of the run. `warmup` is the part of the
-    run in which the learning rate first rises from near zero. Subclasses are frozen dataclasses: their text says which
-    run a checkpoint belongs to.
+    run in which it rises from near zero. Subclasses are frozen dataclasses: a checkpoint stores their repr.
     """
 
     lr: float
@@ -37,14 +36,12 @@ class Recipe(ABC):
     warmup: float
 
     def __post_init__(self) -> None:
-        """Refuse what no optimizer can use."""
+        """Validate the settings."""
         _check("lr", self.lr, lambda lr: lr > 0, "a learning rate above 0")
         _check("weight_decay", self.weight_decay, lambda decay: decay >= 0, "a number of 0 or more")
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule={self.schedule!r}: choose from {list(SCHEDULES)}")
-        _check(
-            "warmup", self.warmup, lambda part: 0 <= part < 1, "the part of the run to warm up in, from 0 to below 1"
-        )
+        _check("warmup", self.warmup, lambda part: 0 <= part < 1, "a part of the run, from 0 to below 1")
 
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, ... of `steps`.
@@ -60,7 +57,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer; all it remembers between steps must be tensors, so that a run can be resumed."""
+        """A new optimizer. Its state must be tensors, so that a run can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Sgd(Recipe):
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what torch.optim.SGD would."""
+        """Validate the settings."""
         super().__post_init__()
         _check("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1")
         if self.nesterov and not self.momentum:
@@ -107,7 +104,7 @@ class AdamW(Recipe):
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what torch.optim.AdamW would."""
+        """Validate the settings."""
         super().__post_init__()
         if not (isinstance(self.betas, (tuple, list)) and len(self.betas) == 2):
             raise InputError(f"betas={self.betas!r}: pass two numbers, such as (0.9, 0.999)")

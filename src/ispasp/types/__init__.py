@@ -1,37 +1,19 @@
-"""What the parts of the library hand to each other: consumers, statistics, selections."""
+"""Values that the parts of the library hand to each other: consumers, statistics, selections, plans."""
 
-from ispasp.types.consumer import Consumer, ConvConsumer, LinearConsumer
-from ispasp.types.keep import units_to_keep
-from ispasp.types.producer import Producer
-from ispasp.types.selection import Selection, Step
-from ispasp.types.statistic import (
-    Gram,
-    Magnitude,
-    Moment,
-    Sensitivity,
-    Statistic,
-    Total,
-    by_channel,
-    register_statistic,
-)
-from ispasp.types.statistics import Reading, Statistics
-
-__all__ = [
-    "Consumer",
-    "ConvConsumer",
-    "Gram",
-    "LinearConsumer",
-    "Magnitude",
-    "Moment",
-    "Producer",
-    "Reading",
-    "Selection",
-    "Sensitivity",
-    "Statistic",
-    "Statistics",
-    "Step",
-    "Total",
-    "by_channel",
-    "register_statistic",
-    "units_to_keep",
-]
+from ispasp.types.consumer import Consumer as Consumer
+from ispasp.types.consumer import ConvConsumer as ConvConsumer
+from ispasp.types.consumer import LinearConsumer as LinearConsumer
+from ispasp.types.consumer import Producer as Producer
+from ispasp.types.dimension import units_to_keep as units_to_keep
+from ispasp.types.statistics import Gram as Gram
+from ispasp.types.statistics import Magnitude as Magnitude
+from ispasp.types.statistics import Moment as Moment
+from ispasp.types.statistics import Reading as Reading
+from ispasp.types.statistics import Selection as Selection
+from ispasp.types.statistics import Sensitivity as Sensitivity
+from ispasp.types.statistics import Statistic as Statistic
+from ispasp.types.statistics import Statistics as Statistics
+from ispasp.types.statistics import Step as Step
+from ispasp.types.statistics import Total as Total
+from ispasp.types.statistics import by_channel as by_channel
+from ispasp.types.statistics import register_statistic as register_statistic

@@ -1,126 +1,156 @@
-"""Two cuts of an axis as one: which positions of the dense axis are left after a first and a second plan.
+"""Two plans as one: which positions of the dense model are left after a first and a second plan.
 
-The first extent describes the dense axis, the second what the first plan leaves of it. Both are walked side by side.
-Factors that meet are one hidden dimension of the composed plan. Where they do not meet, because the second survey saw a
-finer or a coarser dimension, the positions of the group are the units.
+The first extent of an axis describes the dense model, the second what the first plan leaves of it. Both are walked side
+by side. Factors that meet are one hidden dimension of the composed plan. Where they do not meet, because the second
+survey saw a finer or a coarser dimension, the positions of the group are the units.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ispasp.errors import PlanError
-from ispasp.types.layout import Extent, Factor, Kept, full_length, kept_length, kept_mask, names_in, without
+from ispasp.types.dimension import (
+    Attribute,
+    Extent,
+    Factor,
+    Kept,
+    Structure,
+    TensorLayout,
+    full_length,
+    kept_length,
+    kept_mask,
+    names_in,
+    without,
+)
 
+Units = dict[str, tuple[int, ...]]
 Segment = tuple[Factor, ...]
-Pair = tuple[Extent, Extent]  # a part of the dense axis, and what the second plan sees in its place
-T = TypeVar("T")
+Part = tuple[Extent, Extent]  # a part of the dense axis, and what the second plan sees in its place
+Axis = list[list[Part]]  # segments of parts
 
 
-@dataclass
-class Composition:
-    """Collects the hidden dimensions of a composed plan while the axes of its tensors are composed."""
+def compose(first: Kept, one: Structure, second: Kept, two: Structure) -> tuple[Units, Structure]:
+    """The units that both plans keep, in indices of the dense model, and where they lie in it.
 
-    first: Kept
-    second: Kept
-    _met: dict[Pair, None] = field(default_factory=dict)  # in the order of the tensors
+    `one` is the structure of the dense model, `two` that of the model which the first plan leaves.
+    """
+    if one.model != two.model:
+        raise PlanError(
+            f"plans of a {one.model} and a {two.model} do not follow each other: compose plans of one model"
+        )
+    dense = {name: one.tensors.get(name) or _before(first, one, two, name) for name in {**one.tensors, **two.tensors}}
+    tensors = {name: _tensor_axes(first, second, name, dense[name], two.tensors.get(name)) for name in dense}
+    attributes = _attribute_axes(first, one, second, two)
+    all_axes = [*(axis for axes in tensors.values() for axis in axes), *attributes.values()]
+    names = _names(part for axis in all_axes for segment in axis for part in segment)
 
-    def pairs(self, what: str, dense: Extent, pruned: Extent) -> list[list[Pair]]:
-        """The composed extent of one axis: segments of pairs."""
-        left, found = kept_length(dense, self.first), full_length(pruned)
-        if left != found:
-            raise PlanError(
-                f"the plans do not follow each other: the first leaves {left} of {what}, the second was made for "
-                f"{found}: compose plans of one model that was not changed in between"
-            )
-        ones = without(dense, names_in(dense) - set(self.first))
-        twos = without(pruned, names_in(pruned) - set(self.second))
-        segments = []
-        for a, b in _groups(ones, twos, (self._left, _full), operator.add, 0, _divided_segment):
-            segments.append(self._product(a[0], b[0]) if len(a) == len(b) == 1 else [_pair(tuple(a), tuple(b))])
-        self._met |= dict.fromkeys(pair for pairs in segments for pair in pairs if _named(pair))
-        return segments
+    def extent(axis: Axis) -> Extent:
+        return tuple(tuple((names.get(part), full_length(part[0])) for part in segment) for segment in axis)
 
-    def _product(self, dense: Segment, pruned: Segment) -> list[Pair]:
-        sizes = (lambda factor: self._left((factor,)), lambda factor: _full((factor,)))
-        groups = _groups(dense, pruned, sizes, operator.mul, 1, _divided_factor)
-        return [_pair((tuple(a),), (tuple(b),)) for a, b in groups]
-
-    def _left(self, segment: Segment) -> int:
-        return kept_length((segment,), self.first)
-
-    def names(self) -> dict[Pair, str]:
-        """A name for each pair: the dense one; where it is taken, with a number. The plainest pairs come first."""
-        given: dict[str, Pair] = {}
-        for pair in sorted(self._met, key=_strangeness):
-            name = wish = min(names_in(pair[0]) or names_in(pair[1]))
-            number = 1
-            while name in given:
-                number += 1
-                name = f"{wish}~{number}"
-            given[name] = pair
-        return {pair: name for name, pair in given.items()}
-
-    def kept(self, pair: Pair) -> tuple[int, ...]:
-        """Positions of the dense part that both plans keep.
-
-        >>> fc, rest = ((("fc", 4),),), ((("fc", 3),),)
-        >>> Composition({"fc": [0, 2, 3]}, {"fc": [1, 2]}).kept((fc, rest))
-        (2, 3)
-        """
-        dense, pruned = pair
-        positions = torch.nonzero(kept_mask(dense, self.first)).flatten()
-        return tuple(positions[kept_mask(pruned, self.second)].tolist())
+    layouts = {}
+    for name, axes in tensors.items():
+        extents = {number: extent(axis) for number, axis in enumerate(axes)}
+        layouts[name] = TensorLayout(dense[name].shape, {number: e for number, e in extents.items() if names_in(e)})
+    structure = Structure(
+        one.model,
+        {name: full_length(part[0]) for part, name in names.items()},
+        layouts,
+        tuple(Attribute(*number, extent(axis)) for number, axis in attributes.items()),
+        tuple(dict.fromkeys((*one.weight_norms, *two.weight_norms))),
+        tuple(dict.fromkeys((*one.biases, *two.biases))),
+        tuple(dict.fromkeys((*one.folded, *two.folded))),
+    )
+    return {name: _both(part, first, second) for part, name in names.items()}, structure
 
 
-def _pair(dense: Extent, pruned: Extent) -> Pair:
-    """Parts without names in one way only."""
-    return _plain(dense), _plain(pruned)
+def _both(part: Part, first: Kept, second: Kept) -> tuple[int, ...]:
+    """Positions of a part of the dense axis that both plans keep."""
+    positions = torch.nonzero(kept_mask(part[0], first)).flatten()
+    return tuple(positions[kept_mask(part[1], second)].tolist())
 
 
-def _plain(extent: Extent) -> Extent:
-    return extent if names_in(extent) else (((None, full_length(extent)),),)
+def _tensor_axes(first: Kept, second: Kept, name: str, dense: TensorLayout, pruned: TensorLayout | None) -> list[Axis]:
+    if pruned is not None and len(pruned.shape) != len(dense.shape):
+        raise PlanError(
+            f"{name!r} has {len(dense.shape)} axes in the first plan, {len(pruned.shape)} in the second: "
+            "compose plans of one model that was not changed in between"
+        )
+    axes = []
+    for axis, size in enumerate(dense.shape):
+        before = dense.axes.get(axis, _whole(size))
+        left = kept_length(before, first)
+        after = _whole(left) if pruned is None else pruned.axes.get(axis, _whole(pruned.shape[axis]))
+        axes.append(_axis(first, second, f"axis {axis} of {name!r}", before, after))
+    return axes
 
 
-def _strangeness(pair: Pair) -> tuple[int, bool]:
-    """Pairs of single factors before groups, pairs of one name before others."""
-    return sum(len(segment) for part in pair for segment in part), names_in(pair[0]) != names_in(pair[1])
+def _attribute_axes(first: Kept, one: Structure, second: Kept, two: Structure) -> dict[tuple[str, str], Axis]:
+    ones, twos = ({(a.module, a.name): a.extent for a in structure.attributes} for structure in (one, two))
+    axes = {}
+    for number in {**ones, **twos}:
+        dense = ones.get(number) or _whole(full_length(twos[number]))
+        pruned = twos.get(number) or _whole(kept_length(dense, first))
+        axes[number] = _axis(first, second, ".".join(number), dense, pruned)
+    return axes
 
 
-def _named(pair: Pair) -> bool:
-    return any(names_in(part) for part in pair)
+def _before(first: Kept, one: Structure, two: Structure, name: str) -> TensorLayout:
+    """The dense layout of a tensor that only the second plan names: it lost nothing, or is a new bias."""
+    found, path = two.tensors[name], name.removesuffix(".bias")
+    weight, after = one.tensors.get(f"{path}.weight"), two.tensors.get(f"{path}.weight")
+    if path in two.biases and weight is not None:
+        for axis, size in enumerate(weight.shape[:2]):  # the outputs: axis 0, or 1 where the layer is transposed
+            extent = weight.axes.get(axis, _whole(size))
+            alike = after is None or after.axes.get(axis) == found.axes.get(0)
+            if alike and (kept_length(extent, first),) == found.shape:
+                return TensorLayout((size,), {0: extent})
+    return TensorLayout(found.shape, {})
 
 
-def _full(segment: Segment) -> int:
-    return full_length((segment,))
+def _axis(first: Kept, second: Kept, what: str, dense: Extent, pruned: Extent) -> Axis:
+    """Both cuts of one axis."""
+    left, found = kept_length(dense, first), full_length(pruned)
+    if left != found:
+        raise PlanError(
+            f"the plans do not follow each other: the first leaves {left} of {what}, the second was made for "
+            f"{found}: compose plans of one model that was not changed in between"
+        )
+    ones = without(dense, names_in(dense) - set(first))
+    twos = [s for s in without(pruned, names_in(pruned) - set(second)) if full_length((s,))]
+    axis = []
+    for a, b in _groups(ones, twos, first, product=False):
+        if not b:  # gone entirely
+            axis += [[(_plain(((f,),)), _whole(kept_length(((f,),), first))) for f in segment] for segment in a]
+        elif len(a) == len(b) == 1:
+            factors = _groups([(f,) for f in a[0]], [(f,) for f in b[0]], first, product=True)
+            axis.append([(_plain((sum(c, ()),)), _plain((sum(d, ()),))) for c, d in factors])
+        else:
+            axis.append([(_plain(tuple(a)), _plain(tuple(b)))])
+    return axis
 
 
 def _groups(
-    ones: Sequence[T],
-    twos: Sequence[T],
-    sizes: tuple[Callable[[T], int], Callable[[T], int]],
-    combine: Callable[[int, int], int],
-    start: int,
-    divided: Callable[[T, int, int, int], list[T]],
-) -> Iterator[tuple[list[T], list[T]]]:
-    """Walk two sequences of the same total, and yield the shortest groups that end at the same place.
+    ones: Iterable[Segment], twos: Iterable[Segment], first: Kept, *, product: bool
+) -> Iterator[tuple[list[Segment], list[Segment]]]:
+    """Walk two sequences of the same total length, and yield the shortest groups that end at the same place.
 
-    An item that reaches beyond the place where the other side stands is divided there, if that can be done.
+    Lengths add up, or multiply where segments are the factors of a product. A segment that reaches beyond the place
+    where the other side stands is divided there, if that can be done.
     """
-    left, at = (list(ones), list(twos)), [start, start]
-    group: tuple[list[T], list[T]] = ([], [])
+    left, at = (list(ones), list(twos)), [int(product)] * 2
+    group: tuple[list[Segment], list[Segment]] = ([], [])
     while left[0] or left[1]:
-        sides = [(at[k], sizes[k](left[k][0]), k) for k in (0, 1) if left[k]]
-        _, size, side = min(sides)  # the one that is behind; the smaller one where both stand at the same place
-        item, *more = divided(left[side].pop(0), size, at[side], at[1 - side])
-        left[side][:0] = more
-        group[side].append(item)
-        at[side] = combine(at[side], sizes[side](item))
+        lengths = {k: kept_length((left[k][0],), {} if k else first) for k in (0, 1) if left[k]}
+        side = min(lengths, key=lambda k: (at[k], lengths[k]))  # the one behind; at the same place, the shorter one
+        divide = _divided_factor if product else _divided_segment
+        segment, *rest = divide(left[side].pop(0), lengths[side], at[side], at[1 - side])
+        left[side][:0] = rest
+        group[side].append(segment)
+        length = kept_length((segment,), {} if side else first)
+        at[side] = at[side] * length if product else at[side] + length
         if at[0] == at[1]:
             yield group
             group = ([], [])
@@ -128,16 +158,42 @@ def _groups(
 
 def _divided_segment(segment: Segment, size: int, at: int, goal: int) -> list[Segment]:
     (name, times), *rest = segment if names_in((segment,)) else ((None, size),)
-    if name is not None:
-        return [segment]
-    part, over = divmod(goal - at, size // times)
+    part, over = divmod(goal - at, size // times) if name is None and size else (0, 0)
     if over or not 0 < part < times:
         return [segment]
     return [((None, part), *rest), ((None, times - part), *rest)]
 
 
-def _divided_factor(factor: Factor, size: int, at: int, goal: int) -> list[Factor]:
+def _divided_factor(segment: Segment, size: int, at: int, goal: int) -> list[Segment]:
     times, over = divmod(goal, at)
-    if factor[0] is not None or over or not 1 < times < size or size % times:
-        return [factor]
-    return [(None, times), (None, size // times)]
+    if names_in((segment,)) or over or not 1 < times < size or size % times:
+        return [segment]
+    return [((None, times),), ((None, size // times),)]
+
+
+def _plain(extent: Extent) -> Extent:
+    return extent if names_in(extent) else _whole(full_length(extent))
+
+
+def _whole(size: int) -> Extent:
+    return (((None, size),),)
+
+
+def _names(parts: Iterable[Part]) -> dict[Part, str]:
+    """A name for each part that holds units: its dense name, with a number where that is taken.
+
+    Single factors of one name come first, then single factors of two names, then groups.
+    """
+
+    def strangeness(part: Part) -> tuple[int, bool]:
+        return sum(len(segment) for extent in part for segment in extent), names_in(part[0]) != names_in(part[1])
+
+    given: dict[str, Part] = {}
+    for part in sorted(dict.fromkeys(p for p in parts if names_in(p[0]) | names_in(p[1])), key=strangeness):
+        name = wish = min(names_in(part[0]) or names_in(part[1]))
+        number = 1
+        while name in given:
+            number += 1
+            name = f"{wish}~{number}"
+        given[name] = part
+    return {part: name for name, part in given.items()}

@@ -1,107 +1,258 @@
-"""Consumers: the linear maps that read a hidden dimension.
+"""Producers and consumers: the layers that make and read the units of a hidden dimension, as linear maps.
 
-A consumer computes `A H + bias`. The bias never enters a residual, so it is left out; a BatchNorm in eval mode after
-the layer is part of the linear map, and enters as `scale` (gamma / sqrt(running_var + eps), one value per output).
+A consumer computes `A H + bias`. Residuals do not depend on the bias, so it is left out. A BatchNorm in eval mode after
+the layer belongs to the linear map and enters as `scale` (gamma / sqrt(running_var + eps), one value per output).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ispasp.errors import InputError
-from ispasp.types.checks import check_finite, checked_tensor
-from ispasp.types.geometry import Geometry
+from ispasp.types.dimension import check_finite, checked_tensor, is_integer
+
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+_LEAST = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Stride, padding, dilation and groups of a convolution. An empty tuple is torch's default on every axis."""
+
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] | Literal["same", "valid"] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    padding_mode: PaddingMode = "zeros"
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise for combinations that torch does not have either."""
+        if not is_integer(self.groups) or self.groups < 1:
+            raise InputError(f"groups={self.groups!r}: pass an integer >= 1")
+        if self.padding_mode not in get_args(PaddingMode):
+            raise InputError(f"padding_mode={self.padding_mode!r}: choose from {', '.join(get_args(PaddingMode))}")
+        for name, least in _LEAST.items():
+            values = getattr(self, name)
+            if name == "padding" and isinstance(values, str) and values in ("same", "valid"):
+                continue
+            if not isinstance(values, Sequence) or not all(is_integer(value) and value >= least for value in values):
+                words = ", or 'same' or 'valid'" if name == "padding" else ""
+                raise InputError(f"{name}={values!r}: pass a tuple of integers >= {least}, one per spatial axis{words}")
+            object.__setattr__(self, name, tuple(values))
+        if self.padding == "same" and any(step != 1 for step in self.stride):
+            raise InputError(f"padding='same' with stride={self.stride}: pass numeric padding, or stride 1")
+        if self.transposed and (self.padding_mode != "zeros" or isinstance(self.padding, str)):
+            raise InputError(
+                f"padding={self.padding!r}, padding_mode={self.padding_mode!r}: pass numeric padding with zeros to a "
+                "transposed convolution"
+            )
+        if not self.transposed and any(self.output_padding):
+            raise InputError(f"output_padding={self.output_padding}: only a transposed convolution has it")
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise if this is not the geometry of a convolution with a weight of this shape."""
+        axes = len(shape) - 2
+        if shape[0] % self.groups:
+            raise InputError(
+                f"a weight of {shape[0]} channels cannot be divided into {self.groups} groups: pass the layer's groups"
+            )
+        for name in _LEAST:
+            values = getattr(self, name)
+            if not isinstance(values, str) and len(values) not in (0, axes):
+                raise InputError(
+                    f"{name}={values} has {len(values)} values, the convolution has {axes} spatial axes: "
+                    "pass one value per axis"
+                )
+        for axis, extra in enumerate(self.output_padding):
+            if extra >= max(_along(self.stride, axis, 1), _along(self.dilation, axis, 1)):
+                raise InputError(f"output_padding={self.output_padding}: pass less than the stride or the dilation")
+
+    def pads(self, axis: int, kernel: int) -> tuple[int, int]:
+        """Padding before and after one axis; "same" pads dilation * (kernel - 1), the odd one after."""
+        if self.padding == "valid":
+            return 0, 0
+        if self.padding == "same":
+            total = _along(self.dilation, axis, 1) * (kernel - 1)
+            return total // 2, total - total // 2
+        return (_along(self.padding, axis, 0),) * 2
+
+    def sources(self, axis: int, size: int, kernel: int) -> Tensor:
+        """Input position that tap u reads for output position r, -1 outside the input. (kernel, output size)
+
+        It is r * stride + u * dilation - padding. A transposed convolution solves this for its input:
+        (r + padding - u * dilation) / stride, outside where that is no integer.
+        """
+        stride, dilation = _along(self.stride, axis, 1), _along(self.dilation, axis, 1)
+        (before, after), reach = self.pads(axis, kernel), dilation * (kernel - 1)
+        if self.transposed:
+            out = (size - 1) * stride - before - after + reach + _along(self.output_padding, axis, 0) + 1
+        else:
+            out = (size + before + after - reach - 1) // stride + 1
+        pad = max(before, after)
+        widest = {"reflect": size - 1, "circular": size}.get(self.padding_mode, pad)  # torch wraps around once at most
+        if out < 1 or pad > widest:
+            raise InputError(
+                f"a map of size {size} is too small for a kernel of {kernel} (dilation {dilation}, padding {before}), "
+                f"padding mode {self.padding_mode}: pass the maps the layer gets in the network"
+            )
+        u, r = torch.arange(kernel, device="cpu")[:, None] * dilation, torch.arange(out, device="cpu")[None, :]
+        if self.transposed:
+            x = torch.div(r + before - u, stride, rounding_mode="floor")
+            return torch.where((x * stride == r + before - u) & (x >= 0) & (x < size), x, -1)
+        positions = torch.arange(size, dtype=torch.float64, device="cpu")[None]
+        return self._padded(positions, [before, after], -1)[0].long()[r * stride + u]
+
+    def _padded(self, x: Tensor, pads: list[int], value: float = 0) -> Tensor:
+        if self.padding_mode == "zeros":
+            return F.pad(x, pads, value=value)
+        return F.pad(x, pads, mode=self.padding_mode)
+
+    def apply(self, H: Tensor, weight: Tensor) -> Tensor:
+        """Run the convolution. H (batch, channels, *size) -> (batch, outputs, *output size)"""
+        axes = weight.ndim - 2
+        zeros, ones = (0,) * axes, (1,) * axes
+        pads = [self.pads(axis, kernel) for axis, kernel in enumerate(weight.shape[2:])]
+        padding = tuple(before for before, _ in pads)
+        if self.padding_mode != "zeros" or any(before != after for before, after in pads):
+            H, padding = self._padded(H, [size for pair in reversed(pads) for size in pair]), zeros
+        stride, dilation, extra = self.stride or ones, self.dilation or ones, self.output_padding or zeros
+        return torch.convolution(H, weight, None, stride, padding, dilation, self.transposed, extra, self.groups)
+
+
+def _along(values: Sequence[int] | str, axis: int, default: int) -> int:
+    return int(values[axis]) if values else default
 
 
 @dataclass(frozen=True, eq=False)
-class Consumer(ABC):
-    """A linear map A that reads the channels of a hidden dimension.
+class _Layer(ABC):
+    """A weight with the unit of each channel. It holds values only, so that no selection builds an autograd graph."""
 
-    `units[c]` is the unit that input channel c belongs to, -1 for a channel that is not part of the hidden
-    dimension; None means that channel i is unit i. An attention head of 64 channels is one unit of 64 channels.
-    """
-
+    role: ClassVar[str]
+    ranks: ClassVar[Sequence[int]] = (2,)  # numbers of axes that the weight may have
+    expected: ClassVar[str]  # the weight, in the remedy of an error
     weight: Tensor
     units: Tensor | None = None
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a consumer; keep values only, so that no selection builds an autograd graph."""
-        checked_tensor("a consumer's weight", self.weight)
-        self._check_weight()
+        """Check the weight, units and scale, and detach them."""
+        checked_tensor(f"a {self.role}'s weight", self.weight)
+        shape = tuple(self.weight.shape)
+        if len(shape) not in self.ranks:
+            raise InputError(f"the weight of a {type(self).__name__} has shape {shape}: pass {self.expected}")
         if self.weight.numel() == 0:
-            raise InputError(f"a weight of shape {tuple(self.weight.shape)} is empty: there is nothing to prune")
-        check_finite("consumer weight", self.weight, "repair the layer before pruning it")
+            raise InputError(f"a weight of shape {shape} is empty: there is nothing to prune")
+        check_finite(f"{self.role} weight", self.weight, "repair the layer before pruning it")
         object.__setattr__(self, "weight", self.weight.detach())
         if self.units is not None:
-            object.__setattr__(self, "units", self._checked_units(self.units))
+            object.__setattr__(self, "units", self._checked_units(checked_tensor("units", self.units)))
         if self.scale is not None:
-            object.__setattr__(self, "scale", self._checked_scale(self.scale))
+            shape = tuple(checked_tensor("scale", self.scale).shape)
+            if shape != (self.outputs,):
+                raise InputError(
+                    f"scale has shape {shape}, the {self.role} has {self.outputs} outputs: pass one factor per output"
+                )
+            check_finite(f"{self.role} scale", self.scale, "repair the BatchNorm before pruning")
+            object.__setattr__(self, "scale", self.scale.detach())
 
-    def _checked_units(self, given: Tensor) -> Tensor:
-        units, ask = checked_tensor("units", given), "pass one unit index per input channel, -1 for channels outside"
-        shape = tuple(units.shape)
+    def _checked_units(self, units: Tensor) -> Tensor:
+        shape, remedy = tuple(units.shape), "pass one unit index per channel, -1 for channels outside"
         if shape != (self.channels,):
-            raise InputError(f"units has shape {shape}, the consumer reads {self.channels} channels: {ask}")
+            raise InputError(f"units has shape {shape}, the {self.role} has {self.channels} channels: {remedy}")
         if units.is_floating_point() or units.dtype == torch.bool:
-            raise InputError(f"units is {units.dtype}, an index is an integer: {ask}, as int64")
+            raise InputError(f"units is {units.dtype}: {remedy}, as int64")
         if int(units.min()) < -1 or int(units.max()) < 0:
-            raise InputError(f"units goes from {int(units.min())} to {int(units.max())}, a unit from 0 on: {ask}")
-        return units.long()
-
-    def _checked_scale(self, given: Tensor) -> Tensor:
-        scale = checked_tensor("scale", given)
-        if tuple(scale.shape) != (self.outputs,):
-            raise InputError(
-                f"scale has shape {tuple(scale.shape)}, the consumer has {self.outputs} outputs: "
-                "pass one factor per output channel"
-            )
-        check_finite("consumer scale", scale, "repair the BatchNorm before pruning")
-        return scale.detach()
-
-    @abstractmethod
-    def _check_weight(self) -> None:
-        """Raise if the weight does not have the shape this map needs."""
+            raise InputError(f"units goes from {int(units.min())} to {int(units.max())}: {remedy}")
+        return units.detach().long()
 
     @property
     @abstractmethod
     def channels(self) -> int:
-        """Number of input channels."""
+        """Number of channels that belong to units: outputs of a producer, inputs of a consumer."""
 
     @property
     @abstractmethod
     def outputs(self) -> int:
         """Number of output channels."""
 
-    @abstractmethod
-    def __call__(self, H: Tensor) -> Tensor:
-        """A H in the dtype of H, without bias: H as the layer gets it."""
-
-    def _floating(self, H: Tensor) -> Tensor:
-        # The map is computed in the dtype of H; integers would round the weight.
-        return H if H.is_floating_point() else H.to(torch.promote_types(self.weight.dtype, torch.float32))
-
     def unit_of(self) -> Tensor:
-        """Unit of every input channel. (channels,)
-
-        >>> LinearConsumer(torch.ones(1, 3)).unit_of()
-        tensor([0, 1, 2])
-        """
+        """Unit of every channel, -1 outside the hidden dimension. (channels,)"""
         if self.units is not None:
             return self.units.to(self.weight.device)
         return torch.arange(self.channels, device=self.weight.device)
 
-    def count_units(self) -> int:
-        """Number of units: the largest index + 1.
 
-        >>> LinearConsumer(torch.ones(1, 5), units=torch.tensor([0, 0, 1, 1, -1])).count_units()  # two heads of two
-        2
-        """
+@dataclass(frozen=True, eq=False)
+class Producer(_Layer):
+    """A layer that makes the channels of a hidden dimension: one row of weights for each channel.
+
+    `weight` (channels, fan-in): a convolution's filters flattened. `units[c]` is the unit of channel c, -1 outside the
+    hidden dimension; None means that channel i is unit i. `scale` (channels,) is the weight (gamma) of a BatchNorm
+    right after the layer.
+
+    >>> Producer(torch.ones(4, 3), units=torch.tensor([0, 0, 1, 1])).unit_of()
+    tensor([0, 0, 1, 1])
+    """
+
+    role: ClassVar[str] = "producer"
+    expected: ClassVar[str] = "(channels, fan-in), a convolution's filters flattened"
+
+    @property
+    def channels(self) -> int:
+        """Number of output channels."""
+        return self.weight.shape[0]
+
+    outputs = channels
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer(_Layer):
+    """A linear map A that reads the channels of a hidden dimension.
+
+    `units[c]` is the unit of input channel c, -1 outside the hidden dimension; None means that channel i is unit i. An
+    attention head of 64 channels is one unit of 64 channels.
+    """
+
+    role: ClassVar[str] = "consumer"
+
+    @abstractmethod
+    def __call__(self, H: Tensor) -> Tensor:
+        """A H in the dtype of H, without bias: H as the layer gets it."""
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Size of the kernel along each spatial axis; () for a linear layer."""
+        return tuple(self.weight.shape[2:])
+
+    @abstractmethod
+    def grouped_weight(self) -> Tensor:
+        """The weight as (groups, outputs / groups, channels / groups, *kernel); a linear layer has one group."""
+
+    @abstractmethod
+    def ungrouped(self, weight: Tensor) -> Tensor:
+        """A weight as `grouped_weight` gives it, back in the layout of the layer's own."""
+
+    def per_channel(self, by_unit: Tensor) -> Tensor:
+        """The value of each channel's unit, 0 outside the hidden dimension. (units,) -> (channels, *1s)"""
+        unit_of = self.unit_of()
+        values = torch.where(unit_of >= 0, by_unit[unit_of.clamp(min=0)], 0.0)
+        return values.reshape(-1, *(1,) * len(self.kernel))
+
+    def _floating(self, H: Tensor) -> Tensor:
+        # The map is computed in the dtype of H, and integers would round the weight.
+        return H if H.is_floating_point() else H.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def count_units(self) -> int:
+        """Number of units: the largest index + 1."""
         return int(self.unit_of().max()) + 1
 
 
@@ -114,12 +265,7 @@ class LinearConsumer(Consumer):
     tensor([[30.]])
     """
 
-    def _check_weight(self) -> None:
-        if self.weight.ndim != 2:
-            raise InputError(
-                f"a linear weight is (outputs, channels), this one has shape {tuple(self.weight.shape)}: "
-                "pass the weight of a linear layer, or a ConvConsumer"
-            )
+    expected: ClassVar[str] = "that of a linear layer (outputs, channels), or a ConvConsumer"
 
     @property
     def channels(self) -> int:
@@ -131,12 +277,16 @@ class LinearConsumer(Consumer):
         """Number of output channels."""
         return self.weight.shape[0]
 
-    def __call__(self, H: Tensor) -> Tensor:
-        """A H = scale * (H W^T), H (..., channels) -> (..., outputs).
+    def grouped_weight(self) -> Tensor:
+        """The weight as the only one of its group. (1, outputs, channels)"""
+        return self.weight[None]
 
-        >>> LinearConsumer(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))(torch.tensor([3.0, 4.0]))
-        tensor([11.,  4.])
-        """
+    def ungrouped(self, weight: Tensor) -> Tensor:
+        """The inverse of `grouped_weight`."""
+        return weight[0]
+
+    def __call__(self, H: Tensor) -> Tensor:
+        """A H = scale * (H W^T), H (..., channels) -> (..., outputs)."""
         H = self._floating(H)
         out = F.linear(H, self.weight.to(H.dtype))
         return out if self.scale is None else out * self.scale.to(H.dtype)
@@ -146,29 +296,22 @@ class LinearConsumer(Consumer):
 class ConvConsumer(Consumer):
     """A convolution in one to three spatial dimensions, any stride, padding, dilation and groups.
 
-    Weight as torch keeps it: (outputs, channels / groups, *kernel), and (channels, outputs / groups, *kernel) for a
+    Weight as torch keeps it: (outputs, channels / groups, *kernel), or (channels, outputs / groups, *kernel) for a
     transposed one. Input (batch, channels, *size).
 
-    >>> A = ConvConsumer(torch.ones(1, 1, 3, 3), geometry=Geometry(padding=(1, 1)))
-    >>> A(torch.ones(1, 1, 2, 2))
-    tensor([[[[4., 4.],
-              [4., 4.]]]])
+    >>> A = ConvConsumer(torch.ones(1, 1, 2), scale=torch.tensor([10.0]), geometry=Geometry(stride=(2,)))
+    >>> A(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
+    tensor([[[30., 70.]]])
     """
 
+    ranks: ClassVar[Sequence[int]] = (3, 4, 5)
+    expected: ClassVar[str] = "3 to 5 axes (outputs, channels / groups, *kernel), or a LinearConsumer"
     geometry: Geometry = Geometry()
 
-    def _check_weight(self) -> None:
-        if not 3 <= self.weight.ndim <= 5:
-            raise InputError(
-                f"a convolution's weight has 3 to 5 axes (outputs, channels / groups, *kernel), "
-                f"this one has shape {tuple(self.weight.shape)}: pass the weight of a convolution, or a LinearConsumer"
-            )
-        self.geometry.check_axes(self.weight.ndim - 2)
-        if self.weight.shape[0] % self.geometry.groups:
-            raise InputError(
-                f"a weight of {self.weight.shape[0]} channels cannot be divided into {self.geometry.groups} groups: "
-                "pass the groups of the layer"
-            )
+    def __post_init__(self) -> None:
+        """Check the geometry as well."""
+        super().__post_init__()
+        self.geometry.check(tuple(self.weight.shape))
 
     @property
     def channels(self) -> int:
@@ -182,30 +325,56 @@ class ConvConsumer(Consumer):
         rows, columns = self.weight.shape[:2]
         return columns * self.geometry.groups if self.geometry.transposed else rows
 
-    @property
-    def kernel(self) -> tuple[int, ...]:
-        """Size of the kernel along each spatial axis."""
-        return tuple(self.weight.shape[2:])
-
     def grouped_weight(self) -> Tensor:
-        """The weight as (groups, outputs / groups, channels / groups, *kernel).
-
-        >>> ConvConsumer(torch.ones(6, 2, 3, 3), geometry=Geometry(groups=2)).grouped_weight().shape
-        torch.Size([2, 3, 2, 3, 3])
-        """
-        g = self.geometry.groups
-        split = self.weight.reshape(g, self.weight.shape[0] // g, *self.weight.shape[1:])
+        """The weight as (groups, outputs / groups, channels / groups, *kernel)."""
+        split = self.weight.reshape(self.geometry.groups, -1, *self.weight.shape[1:])
         return split.transpose(1, 2) if self.geometry.transposed else split
 
-    def __call__(self, H: Tensor) -> Tensor:
-        """A H = scale * conv(H, W), H (batch, channels, *size) -> (batch, outputs, *output size).
+    def ungrouped(self, weight: Tensor) -> Tensor:
+        """The inverse of `grouped_weight`, for any number of channels."""
+        return (weight.transpose(1, 2) if self.geometry.transposed else weight).flatten(0, 1)
 
-        >>> A = ConvConsumer(torch.ones(1, 1, 2), scale=torch.tensor([10.0]), geometry=Geometry(stride=(2,)))
-        >>> A(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
-        tensor([[[30., 70.]]])
-        """
+    def __call__(self, H: Tensor) -> Tensor:
+        """A H = scale * conv(H, W), H (batch, channels, *size) -> (batch, outputs, *output size)."""
         H = self._floating(H)
         out = self.geometry.apply(H, self.weight.to(H.dtype))
         if self.scale is None:
             return out
         return out * self.scale.to(H.dtype).reshape(-1, *(1,) * len(self.kernel))
+
+
+def patches(consumer: Consumer, H: Tensor) -> Tensor:
+    """Unfold the input so that the consumer becomes one matrix product per group.
+
+    Returns X (groups, K, N), K = channels / groups x taps (channel-major), N = examples x output positions, so that
+    `weight.flatten(1) @ X` is the layer's output.
+    """
+    if not isinstance(consumer, ConvConsumer):
+        return H.reshape(-1, H.shape[-1]).T[None]
+    geometry, groups = consumer.geometry, consumer.geometry.groups
+    if len(consumer.kernel) == 2 and not geometry.transposed and geometry.padding_mode == "zeros":
+        return _unfolded(consumer, H)
+    X = H.reshape(H.shape[0], groups, -1, *H.shape[2:])  # (B, g, C/g, *size)
+    for axis, (size, kernel) in enumerate(zip(H.shape[2:], consumer.kernel, strict=True)):
+        source = geometry.sources(axis, size, kernel).to(H.device)  # (kernel, out)
+        at = 3 + 2 * axis  # every axis done so far has become two: tap and output position
+        before, after = X.shape[:at], X.shape[at + 1 :]
+        X = X.index_select(at, source.clamp(min=0).flatten()).reshape(*before, *source.shape, *after)
+        X = X * (source >= 0).reshape(*source.shape, *(1,) * len(after)).to(X.dtype)
+    taps = range(3, X.ndim, 2)
+    X = X.permute(1, 2, *taps, 0, *range(4, X.ndim, 2))  # (g, C/g, *taps, B, *out)
+    return X.flatten(2 + len(taps)).flatten(1, -2)
+
+
+def _unfolded(consumer: ConvConsumer, H: Tensor) -> Tensor:
+    """The usual case by torch's own unfold, several times faster."""
+    geometry, kernel = consumer.geometry, consumer.kernel
+    (top, bottom), (left, right) = (geometry.pads(axis, kernel[axis]) for axis in (0, 1))
+    if (top, left) != (bottom, right):
+        H, top, left = F.pad(H, (left, right, top, bottom)), 0, 0
+    step, spread = geometry.stride or (1, 1), geometry.dilation or (1, 1)
+    if kernel == (1, 1) and (top, left) == (0, 0):
+        X = H[:, :, :: step[0], :: step[1]].flatten(2)  # (B, C, L)
+    else:
+        X = F.unfold(H, kernel, spread, (top, left), step)  # (B, C x taps, L)
+    return X.reshape(X.shape[0], geometry.groups, -1, X.shape[-1]).permute(1, 2, 0, 3).flatten(2)

@@ -1,28 +1,229 @@
-"""Statistics of a hidden dimension: all that a selector sees. Small sums that merge with `+`, never the activations."""
+"""Statistics: all that a selector sees of a hidden dimension, and the selection it returns.
+
+A statistic is a small sum over the data, taken at the input of a consumer. It merges with `+` and never holds the
+activations. A new one is one class with `@register_statistic`; most are one tensor and extend `Total`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.types.consumer import Consumer
-from ispasp.types.producer import Producer
-from ispasp.types.statistic import Gram, Magnitude, Moment, Sensitivity, Statistic
+from ispasp.types.consumer import Consumer, ConvConsumer, Producer, patches
+from ispasp.types.dimension import checked_tensor
+
+Size = tuple[int, ...]
+
+
+class Statistic(ABC):
+    """A sum over data. Selectors ask for it by putting its `name` into their `needs`.
+
+    `tensors` and `from_tensors` take it apart and put it together again, so that several machines can add theirs.
+    """
+
+    name: ClassVar[str]
+    needs_loss: ClassVar[bool] = False  # True: it takes a backward pass, and `measure` cannot take it
+    examples: int
+
+    @classmethod
+    @abstractmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        """Take it of one batch. H is what the consumer gets, floating-point and detached.
+
+        (..., channels) for a linear consumer, (batch, channels, *size) for a convolution. Sum in float64.
+        """
+
+    def __add__(self, other: Self) -> Self:
+        """Merge two parts of the data: tensors of one key are added."""
+        merged = dict(self.tensors())
+        for key, total in other.tensors().items():
+            merged[key] = _sum(f"{self.name}s", merged[key], total) if key in merged else total
+        return self.from_tensors(merged, self.examples + other.examples)
+
+    @abstractmethod
+    def tensors(self) -> Mapping[Size, Tensor]:
+        """Its tensors by key. A key is a tuple of integers, () where there is only one tensor."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
+        """Build it from what `tensors` returns."""
+
 
 S = TypeVar("S", bound=Statistic)
+Class = TypeVar("Class", bound=type[Statistic])
+STATISTICS: dict[str, type[Statistic]] = {}
+
+
+def register_statistic(kind: Class) -> Class:
+    """Make a statistic known by its `name`: a class decorator.
+
+    A selector whose `needs` has that name then finds it in `reading.statistics[name]`.
+
+    >>> @register_statistic
+    ... class Energy(Total):
+    ...     name = "energy"
+    ...     @classmethod
+    ...     def measure(cls, consumer, H):
+    ...         return cls(by_channel(consumer, H).double().square().sum(1), examples=len(H))
+    >>> from ispasp.engine import measure
+    >>> from ispasp.types import LinearConsumer
+    >>> measure(LinearConsumer(torch.eye(2)), torch.tensor([[1.0, 2.0], [3.0, 0.0]]), ["energy"]).statistics["energy"]
+    Energy(total=tensor([10.,  4.], dtype=torch.float64), examples=2)
+    >>> _ = STATISTICS.pop("energy")
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Statistic)):
+        raise InputError(f"register_statistic got {kind!r}: pass a class that extends ispasp.select.Statistic")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name or name in ("task", "producers"):
+        raise InputError(f"{kind.__name__}.name is {name!r}: give the class a name of its own, such as name = 'energy'")
+    known = STATISTICS.get(name, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):  # a notebook runs a cell again
+        raise InputError(f"{kind.__name__}: there is a statistic {name!r} already ({known.__name__}): rename it")
+    STATISTICS[name] = kind
+    return kind
+
+
+def measurable() -> list[str]:
+    """Names of the statistics that `measure` can take."""
+    return [name for name, kind in STATISTICS.items() if not kind.needs_loss]
+
+
+def by_channel(consumer: Consumer, H: Tensor) -> Tensor:
+    """What the consumer gets, as (channels, examples x positions)."""
+    return H.movedim(1 if isinstance(consumer, ConvConsumer) else -1, 0).flatten(1)
+
+
+@register_statistic
+@dataclass(frozen=True, eq=False)
+class Moment(Statistic):
+    """First moments mu(H): the input of a consumer summed over the data.
+
+    A linear consumer needs one vector (channels,) under the empty size; a convolution one batch-summed map
+    (channels, *size) for every spatial size it was called with.
+
+    >>> a = Moment({(): torch.tensor([1.0, 2.0])}, examples=3)
+    >>> (a + a).maps[()], (a + a).examples
+    (tensor([2., 4.]), 6)
+    """
+
+    name: ClassVar[str] = "moment"
+    maps: Mapping[Size, Tensor]
+    examples: int
+
+    def __post_init__(self) -> None:
+        """Reject a bare tensor."""
+        if not isinstance(self.maps, Mapping):
+            raise InputError(
+                f"the maps of a Moment are a {type(self.maps).__name__}: pass {{size: sum}}, for a linear consumer "
+                "{(): vector}"
+            )
+
+    @classmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        """Sum H over the batch, and over positions where the consumer treats them alike."""
+        over = (0,) if isinstance(consumer, ConvConsumer) else tuple(range(H.ndim - 1))
+        total = H.sum(over, dtype=torch.float64) if over else H.double()
+        return cls({tuple(total.shape[1:]): total}, _examples(H))
+
+    def tensors(self) -> Mapping[Size, Tensor]:
+        """The map of each size."""
+        return self.maps
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
+        """Build it from the map of each size."""
+        return cls(tensors, examples)
+
+
+@dataclass(frozen=True, eq=False)
+class Total(Statistic):
+    """A statistic of one tensor. Subclasses define `name` and `measure`."""
+
+    total: Tensor
+    examples: int
+
+    def tensors(self) -> Mapping[Size, Tensor]:
+        """The tensor, under ()."""
+        return {(): self.total}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
+        """Build it from the tensor under ()."""
+        return cls(tensors[()], examples)
+
+
+@register_statistic
+class Magnitude(Total):
+    """Activation magnitudes: `total[c]` is the sum of |H| over the data and positions of channel c. (channels,)"""
+
+    name: ClassVar[str] = "magnitude"
+
+    @classmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        """Sum |H| over the batch and all positions."""
+        over = (0, *range(2, H.ndim)) if isinstance(consumer, ConvConsumer) else tuple(range(H.ndim - 1))
+        return cls(H.abs().sum(over, dtype=torch.float64) if over else H.abs().double(), _examples(H))
+
+
+@register_statistic
+class Gram(Total):
+    """Second moments of what the weight multiplies: `total[g] = X X^T`, X the patches of group g.
+
+    (groups, K, K) with K = channels / groups x taps, channel-major as in `weight.flatten(1)`. For a linear consumer
+    it is H H^T, with one group and one tap.
+    """
+
+    name: ClassVar[str] = "gram"
+
+    @classmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        """Sum X X^T over the patches X that meet the weight."""
+        X = patches(consumer, H).double()  # (groups, K, N)
+        return cls(X @ X.mT, _examples(H))
+
+
+@register_statistic
+class Sensitivity(Total):
+    """First-order effect of masking each unit: sum over examples of |sum over its channels and positions of H dL/dH|.
+
+    (units,): the derivative of the loss by a factor on the unit, in absolute value (Michel et al. 2019).
+    """
+
+    name: ClassVar[str] = "sensitivity"
+    needs_loss: ClassVar[bool] = True
+
+    @classmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        """Raise: it takes a loss and a backward pass."""
+        raise InputError("activations alone give no sensitivity: pass loss= to ispasp.prune")
+
+
+def _examples(H: Tensor) -> int:
+    return H.shape[0] if H.ndim > 1 else 1
+
+
+def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
+    a, b = checked_tensor(what, a), checked_tensor(what, b)
+    if a.shape != b.shape:  # torch would broadcast some of these
+        raise InputError(
+            f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be added: take both at the same consumer"
+        )
+    return a + b
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Reading:
     """One consumer of a hidden dimension and the statistics taken at its input, by name.
 
-    >>> from ispasp.types.consumer import LinearConsumer
+    >>> from ispasp.types import LinearConsumer
     >>> reading = Reading(LinearConsumer(torch.eye(2)), Moment({(): torch.tensor([1.0, 2.0])}, examples=3))
     >>> (reading + reading).moment
     Moment(maps={(): tensor([2., 4.])}, examples=6)
@@ -34,7 +235,7 @@ class Reading:
     statistics: Mapping[str, Statistic]
 
     def __init__(self, consumer: Consumer, *statistics: Statistic) -> None:
-        """Keep the statistics under their names."""
+        """Store the statistics by name."""
         other = [each for each in statistics if not isinstance(each, Statistic)]
         if other:
             raise InputError(f"a Reading got a {type(other[0]).__name__}: pass statistics such as Moment or Gram")
@@ -45,7 +246,7 @@ class Reading:
         object.__setattr__(self, "statistics", MappingProxyType(found))
 
     def get(self, kind: type[S]) -> S | None:
-        """The statistic of this class, None where it was not taken."""
+        """The statistic of this class, or None."""
         found = self.statistics.get(kind.name)
         return found if isinstance(found, kind) else None
 
@@ -82,14 +283,9 @@ class Reading:
 class Statistics:
     """All a selector sees of one hidden dimension of `units` units: one reading per consumer, and its producers.
 
-    Producers carry weights only, no data; they are empty where no method asks for them. `task(masks, step)` gives the
+    Producers carry weights only, no data; they are empty where no method asks for them. `task(masks, step)` returns the
     task loss of networks in which only the units of each mask (m, units) stay, on the mini-batch of that step. (m,)
     `parts` are the same statistics of single mini-batches, for a selector that takes a new one at every step.
-
-    >>> from ispasp.types.consumer import LinearConsumer
-    >>> statistics = Statistics(2, (Reading(LinearConsumer(torch.eye(2)), Magnitude(torch.ones(2), 3)),))
-    >>> (statistics + statistics).readings[0].magnitude
-    Magnitude(total=tensor([2., 2.]), examples=6)
     """
 
     units: int
@@ -99,7 +295,7 @@ class Statistics:
     parts: tuple[Statistics, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse statistics that cannot belong to one hidden dimension."""
+        """Raise if the readings cannot belong to one hidden dimension."""
         if not isinstance(self.readings, Sequence) or not all(isinstance(r, Reading) for r in self.readings):
             raise InputError(f"readings is a {type(self.readings).__name__}: pass a tuple of Reading, one per consumer")
         if not self.readings:
@@ -122,3 +318,64 @@ class Statistics:
             )
         readings = tuple(a + b for a, b in zip(self.readings, other.readings, strict=True))
         return Statistics(self.units, readings, self.producers, self.task, self.parts + other.parts)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The kept units after one iteration and their residuals.
+
+    V is the dense minus the pruned output of the consumers. `moment_residual` is ||mu(V)||_2, mu the sum over the data.
+    `residual` is ||V||_F where data or a Gram matrix were at hand, else None: first moments cannot give it.
+    """
+
+    kept: tuple[int, ...]
+    moment_residual: float | None = None
+    residual: float | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The units to keep (sorted), with one `Step` per iteration.
+
+    `start` is the state before the first iteration, when nothing is kept. Its residuals are the norms of the dense
+    output, so `step.residual / start.residual` is a relative error. `converged` says that a further iteration would
+    return the same set. `scores` has a number for every unit, where the method gives one.
+
+    >>> Selection(kept=(0, 2), start=Step((), 2.0), steps=(Step((0, 2), 0.5),), converged=True)
+    Selection(kept 2 units [0, 2], iterations=1, converged=True, moment residual 2 -> 0.5)
+    """
+
+    kept: tuple[int, ...]
+    start: Step = Step(())
+    steps: tuple[Step, ...] = ()
+    converged: bool = True
+    scores: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()  # what the method multiplies each kept unit by
+
+    @property
+    def iterations(self) -> int:
+        """Number of iterations run."""
+        return len(self.steps)
+
+    @property
+    def residuals(self) -> tuple[float | None, ...]:
+        """||V||_F after each iteration, None where it is not known."""
+        return tuple(step.residual for step in self.steps)
+
+    @property
+    def moment_residuals(self) -> tuple[float | None, ...]:
+        """||mu(V)||_2 after each iteration."""
+        return tuple(step.moment_residual for step in self.steps)
+
+    def __repr__(self) -> str:
+        """One line a person can read."""
+        shown = ", ".join(map(str, self.kept[:8])) + (", ..." if len(self.kept) > 8 else "")
+        text = f"kept {len(self.kept)} units [{shown}], iterations={self.iterations}, converged={self.converged}"
+        last = self.steps[-1] if self.steps else self.start
+        for label, first, final in (
+            ("moment residual", self.start.moment_residual, last.moment_residual),
+            ("residual", self.start.residual, last.residual),
+        ):
+            if first is not None and final is not None:
+                text += f", {label} {first:.4g} -> {final:.4g}"
+        return f"Selection({text})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ispasp.api.job import Compensate
+from ispasp._options import Compensate
 from ispasp.errors import InputError
 from ispasp_lab.benchmarks import classify
 from ispasp_lab.benchmarks.classify import COMPENSATIONS, METHODS, Row, Task, as_json, sample

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.job import Compensate
-from ispasp.api.prune import prune
-from ispasp.api.result import Result
-from ispasp.api.survey import survey
+from ispasp._options import Compensate
+from ispasp._prune import prune
+from ispasp._survey import survey
 from ispasp.errors import InputError
 from ispasp.report import Column, render, track
+from ispasp.result import Result
 from ispasp.select import selector
 from ispasp_lab.accuracy import accuracy
 from ispasp_lab.benchmarks.timing import timed

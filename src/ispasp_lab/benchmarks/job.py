@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.job import Compensate
-from ispasp.api.prune import prune as library_prune
-from ispasp.api.recipes import recipes
-from ispasp.api.result import Result
+from ispasp._keep import recipes
+from ispasp._options import Compensate
+from ispasp._prune import prune as library_prune
 from ispasp.errors import InputError
 from ispasp.integrations.torchvision import import_torchvision
+from ispasp.result import Result
 from ispasp.select import ISpaSP
 from ispasp_lab.data import available, find
 

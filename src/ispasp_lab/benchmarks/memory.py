@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ispasp.api.job import Compensate
-from ispasp.api.prune import prune
+from ispasp._options import Compensate
+from ispasp._prune import prune
 from ispasp.errors import InputError
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.report import Column, render, track
@@ -94,7 +94,7 @@ def measure(compensate: Compensate, batches: Generated) -> tuple[float, float]:
     warm_up()
     forward(model, Generated(1, batches.batch, batches.size))
     before, _ = timing.memory()
-    prune(model, batches, 0.5, order="oneshot", compensate=compensate, examples=None, progress=False)
+    prune(model, batches, 0.5, method="ispasp", order="oneshot", compensate=compensate, examples=None, progress=False)
     _, peak = timing.memory()
     return peak / timing.MB, (peak - before) / timing.MB
 

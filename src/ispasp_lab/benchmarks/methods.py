@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.select import Selector, methods, selector
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Reading, Sensitivity, Statistics
-from ispasp.types.geometry import Geometry
+from ispasp.types.consumer import Geometry
 from ispasp_lab.benchmarks.timing import interleaved
 
 
@@ -96,7 +96,7 @@ def default_methods() -> list[str]:
 
 
 def statistics(
-    layer: Layer, examples: int, seed: int, needs: Collection[str] = ("moment", "magnitude", "gram")
+    layer: Layer, examples: int, seed: int, needs: Collection[str] = ("moment", "magnitude", "spread", "gram")
 ) -> Statistics:
     """All statistics of a layer with random weights and non-negative random activations.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ispasp.api.job import Compensate
-from ispasp.api.recipes import recipes
+from ispasp._keep import recipes
+from ispasp._options import Compensate
 from ispasp_lab.benchmarks import classify
 from ispasp_lab.benchmarks.classify import COMPENSATIONS, METHODS, Row, Task, as_json, sample
 from ispasp_lab.data import imagenet_mini

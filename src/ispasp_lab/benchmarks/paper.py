@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.survey import survey
+from ispasp._survey import survey
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp_lab import reference

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ispasp.api.apply import apply_
-from ispasp.api.survey import survey
+from ispasp._apply import apply_
+from ispasp._survey import survey
 from ispasp.report import Column, render
 from ispasp_lab.benchmarks import job
 from ispasp_lab.benchmarks.timing import Timing, interleaved, timed

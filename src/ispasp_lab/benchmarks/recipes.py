@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.recipes import Recipe, recipes
-from ispasp.api.survey import Survey, survey
+from ispasp._keep import Recipe, recipes
+from ispasp._survey import Survey, survey
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.report import Column, render, track
-from ispasp.types.layout import Kept, kept_length
+from ispasp.types.dimension import Kept, kept_length
 
 DENSE = {"torchvision:resnet34": 3_680_000_000, "torchvision:mobilenet_v2": 314_000_000}  # Table 1, "Full Model"
 _BLOCKS = {1: 3, 2: 4, 3: 6, 4: 3}  # ResNet34: group -> blocks
@@ -109,7 +109,7 @@ def _rows(recipe: Recipe, counter: _Counter) -> list[Row]:
 def readings(recipe: Recipe) -> dict[str, Keep]:
     """Ways to read the paper's text for this recipe: in words -> what to keep.
 
-    >>> from ispasp.api.recipes import recipes
+    >>> from ispasp._keep import recipes
     >>> readings(recipes["mobilenet_v2-260M"])["blocks counted from 0"]["features.7.conv.0.0"]
     0.4
     """

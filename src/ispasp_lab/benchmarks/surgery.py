@@ -1,13 +1,14 @@
 """`ispasp bench surgery`: time and memory of survey and surgery, side by side with torch-pruning.
 
-Three real networks with random weights, keep 0.5, one example. Both libraries run on each in processes of their own, so
-that memory is their own, ours after a survey of a tiny network: the first torch.export of a process imports for seconds
-(`start_s`).
+Three networks with random weights on one example, and the pretrained SmolLM2-135M on a batch of 4 x 128 tokens, where
+its folder is at hand; keep 0.5. Each library runs in a process of its own for each network, so that memory is its own.
+Ours surveys a tiny network first: the first torch.export of a process imports for seconds (`start_s`).
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import threading
 import time
@@ -22,16 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.api.apply import apply_
-from ispasp.api.survey import survey
+from ispasp._apply import apply_
+from ispasp._survey import survey
 from ispasp.errors import InputError
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.report import Column, render, track
-from ispasp.surgery.masking import masked_output
-from ispasp.surgery.verify import output_of, relative_error
+from ispasp.surgery.verify import masked_output, output_of, relative_error
 from ispasp_lab.benchmarks import timing
+from ispasp_lab.data.folder import available, data_folder, find
 
 _MB = 2**20
+_SMOLLM2 = "SmolLM2-135M"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Network:
     attention: Callable[[Any], bool] = lambda module: False
     """Which modules have heads that torch-pruning must be told of, and be corrected afterwards."""
     output: Callable[[Any], Tensor] | None = None
+    weights: str = ""
+    """Folder of the pretrained weights; without it the network is skipped."""
+    beside_torch_pruning: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,14 @@ def _bert() -> nn.Module:
     return model
 
 
+def _smollm2() -> nn.Module:
+    import_torchvision()
+    from transformers import LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM.from_pretrained(find(_SMOLLM2))
+    return model
+
+
 NETWORKS = {
     "resnet50": Network(_torchvision("resnet50"), _image, lambda model: model.fc),
     "mobilenet_v2": Network(_torchvision("mobilenet_v2"), _image, lambda model: model.classifier),
@@ -102,24 +116,44 @@ NETWORKS = {
         lambda module: hasattr(module, "num_attention_heads") and hasattr(module, "query"),
         lambda output: output.pooler_output.sum(),
     ),
+    "smollm2": Network(
+        _smollm2,
+        lambda: {"input_ids": torch.randint(0, 49_000, (4, 128))},
+        lambda model: model.lm_head,
+        weights=_SMOLLM2,
+        beside_torch_pruning=False,  # its own example corrects Llama's attributes by hand
+    ),
 }
 
 
 def run(models: Sequence[str] = tuple(NETWORKS), keep: float = 0.5, *, progress: bool = True) -> list[Row]:
-    """One row for each network."""
+    """One row for each network. Those without their pretrained weights are skipped, with a warning."""
     unknown = [name for name in models if name not in NETWORKS]
     if unknown:
         raise InputError(f"there is no network {unknown[0]!r} here: choose from {', '.join(NETWORKS)}")
     context = multiprocessing.get_context("spawn")
     rows = []
-    for name in track(models, "surgery", show=progress):
+    for name in track(_at_hand(models), "surgery", show=progress):
         with ProcessPoolExecutor(1, context) as pool:
             row = pool.submit(measure, name, keep).result()
-        if find_spec("torch_pruning") is not None:
+        if not NETWORKS[name].beside_torch_pruning:
+            row = replace(row, torch_pruning_result="not compared")
+        elif find_spec("torch_pruning") is not None:
             with ProcessPoolExecutor(1, context) as pool:
                 row = replace(row, **pool.submit(measure_torch_pruning, name, keep).result())
         rows.append(row)
     return rows
+
+
+def _at_hand(models: Sequence[str]) -> list[str]:
+    found = []
+    for name in models:
+        weights = NETWORKS[name].weights
+        if not weights or available(weights):
+            found.append(name)
+        else:
+            _LOG.warning("%s is skipped: put its folder %s into %s, or set ISPASP_DATA", name, weights, data_folder())
+    return found
 
 
 def _build(name: str) -> tuple[Network, nn.Module, Any]:

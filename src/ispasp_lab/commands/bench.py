@@ -13,16 +13,16 @@ bench = typer.Typer(no_args_is_help=True, help="Measure the library against its 
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")]
 Batch = Annotated[int, typer.Option(help="Images in one batch.", min=1)]
 Images = Annotated[int, typer.Option(help="Calibration images, without labels.", min=1)]
-Part = Annotated[int, typer.Option(help="The reference is timed on so many; its time is scaled to all.", min=1)]
+Part = Annotated[int, typer.Option(help="Examples that the reference is timed on; its time is scaled to all.", min=1)]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 Draw = Annotated[int, typer.Option(help="Seed of which images are taken.")]
 Iterations = Annotated[int, typer.Option(help="T, iterations of i-SpaSP.", min=1)]
 Repeats = Annotated[int, typer.Option(help="Rounds of interleaved runs; medians are shown.", min=1)]
-Methods = Annotated[str, typer.Option(help="Names from ispasp.methods(), with commas between them.")]
+Methods = Annotated[str, typer.Option(help="Names from ispasp.methods(), comma-separated.")]
 
 
 def _show(experiment: Any, rows: list[Any], as_json: bool, *settings: Any) -> None:
-    """Print rows as JSON or as a table, whose note tells the settings."""
+    """Print rows as JSON, or as a table with the settings in its note."""
     typer.echo(json.dumps(experiment.as_json(rows), indent=2) if as_json else experiment.as_table(rows, *settings))
 
 
@@ -47,13 +47,13 @@ def selection(
 
 @bench.command()
 def methods(
-    names: Annotated[str, typer.Option("--methods", help="With commas between them. Default: all but gfs.")] = "",
+    names: Annotated[str, typer.Option("--methods", help="Comma-separated. Default: all but gfs.")] = "",
     keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.4,
     repeats: Repeats = 3,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """How long each method takes to choose, once the statistics are there."""
+    """Time of each method's choice, without that of the statistics."""
     from ispasp_lab.benchmarks import methods as experiment
 
     rows = experiment.run(_names(names), keep, repeats, seed)
@@ -65,7 +65,7 @@ def coverage(
     group: Annotated[
         list[str] | None, typer.Option(help="plain, torchvision, timm or transformers; may be repeated. Default: all.")
     ] = None,
-    only: Annotated[str, typer.Option(help="Only networks whose name starts so, e.g. resnet.")] = "",
+    only: Annotated[str, typer.Option(help="Only networks whose name starts with this, e.g. resnet.")] = "",
     out: Annotated[Path | None, typer.Option(help="Markdown file to write, e.g. docs/coverage.md.")] = None,
     keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.5,
     limit: Annotated[int, typer.Option(help="Seconds for one network.", min=1)] = 120,
@@ -89,7 +89,8 @@ def coverage(
 @bench.command()
 def surgery(
     model: Annotated[
-        list[str] | None, typer.Option(help="resnet50, mobilenet_v2 or bert_base; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(help="resnet50, mobilenet_v2, bert_base or smollm2; may be repeated. Default: all."),
     ] = None,
     keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.5,
     as_json: Json = False,
@@ -145,7 +146,9 @@ def paper(
 
 @bench.command()
 def memory(
-    batches: Annotated[list[int] | None, typer.Option(help="How many; may be repeated. Default: 4 and 64.")] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option(help="Numbers of batches; may be repeated. Default: 4 and 64.")
+    ] = None,
     batch: Batch = 16,
     size: Annotated[int, typer.Option(help="Height and width of the images.", min=32)] = 64,
     as_json: Json = False,
@@ -188,3 +191,68 @@ def mobilenet(
 
     rows = experiment.run(images, test, _names(methods), batch=batch, seed=seed)
     _show(experiment, rows, as_json, images, test)
+
+
+@bench.command()
+def healing(
+    only: Annotated[str, typer.Option(help="resnet56, resnet20, mobilenet_v2, minilm or smollm2.")] = "resnet20",
+    keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.25,
+    method: Annotated[str, typer.Option(help="A name from ispasp.methods().")] = "auto",
+    steps: Annotated[int, typer.Option(help="Steps end to end.", min=1)] = 200,
+    block_steps: Annotated[int, typer.Option(help="Steps block by block, which are shorter.", min=1)] = 700,
+    test: Annotated[int, typer.Option(help="Test examples.", min=1)] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Healing end to end and block by block, from the same pruned network. Needs ISPASP_DATA."""
+    from ispasp_lab.benchmarks import healing as experiment
+
+    _show(experiment, list(experiment.run(only, keep, method, steps, block_steps, test)), as_json)
+
+
+@bench.command()
+def accuracy(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="resnet56, resnet20, mobilenet_v2, minilm or smollm2; may be repeated. Default: all."),
+    ] = None,
+    size: Annotated[list[float] | None, typer.Option(help="0.75, 0.5 or 0.25; may be repeated. Default: all.")] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How the size is given: keep, macs, matched (the MACs of keep) or recipe; may be repeated. "
+            "Default: all."
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="May be repeated. Default: auto, ispasp, l1, obs, random.")
+    ] = None,
+    heal: Annotated[bool | None, typer.Option("--heal/--no-heal", help="Only with or without. Default: both.")] = None,
+    heal_time: Annotated[float | None, typer.Option(help="Seconds of healing, instead of the task's epochs.")] = None,
+    test: Annotated[int, typer.Option(help="Test examples. Default: all of the task's.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of accuracy.csv and accuracy.md.")] = Path("docs/results"),
+    page_only: Annotated[
+        bool, typer.Option("--page-only", help="Write the page from the rows that are there.")
+    ] = False,
+) -> None:
+    """Accuracy of pruned and healed networks beside the targets. Resumes where it stopped. Needs ISPASP_DATA."""
+    from ispasp_lab.benchmarks import accuracy as experiment
+    from ispasp_lab.benchmarks.accuracy_tasks import NETWORKS
+
+    heals = (experiment.PLAIN, experiment.HEALED)
+    choice = experiment.Choice(
+        tuple(size or ()),
+        tuple(way or ()),
+        tuple(method or experiment.METHODS),
+        heals if heal is None else (heals[heal],),
+        test,
+        heal_time,
+    )
+    for task in [] if page_only else only or NETWORKS:
+        absent = experiment.missing(task)
+        if absent:
+            typer.echo(f"{task} is skipped: {absent}")
+            continue
+        for row in experiment.run(task, out, choice):
+            typer.echo(experiment.described(row))
+            experiment.write(out)
+    typer.echo(f"wrote {experiment.write(out)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ispasp.cli.checks import writable
+from ispasp.cli.models import check_out
 
 
 def demo(
@@ -18,10 +18,10 @@ def demo(
     """Train a small network on handwritten digits, prune it with every method, print a table, write a report."""
     from ispasp_lab import demo as experiment
 
-    writable(out, model=True)
+    check_out(out, force=True)
     done = experiment.run(keep, seed)
     typer.echo(experiment.as_table(done.rows, keep))
     if keep >= 0.5:
         typer.echo("At keep >= 0.5 i-SpaSP is Top-K: all units are among the 2s most important.")
     report = experiment.write(done, out, f"ispasp demo --keep {keep} --seed {seed}")
-    typer.echo(f"the report of i-SpaSP, to open in a browser: {report}")
+    typer.echo(f"the report, to open in a browser: {report}")

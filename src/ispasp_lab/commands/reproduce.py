@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ispasp.cli.checks import writable
+from ispasp.cli.options import writable
 
 reproduce = typer.Typer(no_args_is_help=True, help="Run the paper's experiments.")
-
-
-@reproduce.callback()
-def _reproduce() -> None:
-    """Keep `synthetic` a sub-command while it is the only one."""
 
 
 @reproduce.command()
@@ -36,7 +31,7 @@ def synthetic(
 @reproduce.command()
 def mnist(
     out: Annotated[
-        Path, typer.Option(help="Folder for mnist.csv, .png and .md; a run that was cut off goes on there.")
+        Path, typer.Option(help="Folder for mnist.csv, .png and .md; an interrupted run resumes there.")
     ] = Path("results"),
     trials: Annotated[int, typer.Option(help="Trials, each with its own dense network (paper: 3).", min=1)] = 3,
     epochs: Annotated[int, typer.Option(help="Epochs of training (paper: 200).", min=1)] = 8,
@@ -105,7 +100,7 @@ def cnn(
         str, typer.Option(help="cifar10, imagenet-mini, or a folder with train/ and val/ of one sub-folder per class.")
     ] = "cifar10",
     out: Annotated[
-        Path, typer.Option(help="Folder for CSV, figure and Markdown; a run that was cut off goes on there.")
+        Path, typer.Option(help="Folder for CSV, figure and Markdown; an interrupted run resumes there.")
     ] = Path("results"),
     method: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: all but gfs.")] = None,
     keep: Annotated[list[float] | None, typer.Option(help="May be repeated. Default: 0.25 0.4 0.5 0.75.")] = None,
@@ -125,7 +120,7 @@ def cnn(
     epochs: Annotated[float, typer.Option(help="For --pipeline: epochs at the end.", min=0)] = 90,
     epochs_between: Annotated[float, typer.Option(help="For --pipeline: epochs after each block.", min=0)] = 1,
     batch: Annotated[int, typer.Option(help="For --pipeline: images of a training step.", min=1)] = 256,
-    workers: Annotated[int, typer.Option(help="For --pipeline: processes that read images.", min=0)] = 0,
+    workers: Annotated[int, typer.Option(help="For --pipeline: data loader workers.", min=0)] = 0,
 ) -> None:
     """Convolutional networks: all methods without fine-tuning, or the paper's pipeline (Section 6.3, Appendix A.3)."""
     from ispasp_lab.experiments import cnn_commands
@@ -157,12 +152,12 @@ def heads(
     ] = None,
     language: Annotated[str | None, typer.Option(help="Files of one language only: en for dev-en.tsv.")] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for heads.csv, .png and .md; a run that was cut off goes on there.")
+        Path, typer.Option(help="Folder for heads.csv, .png and .md; an interrupted run resumes there.")
     ] = Path("results"),
     train: Annotated[int, typer.Option(help="Sentences to train on; 0 for all.", min=0)] = 6000,
     tested: Annotated[int, typer.Option(help="Sentences to test on; 0 for all.", min=0)] = 2000,
     trials: Annotated[int, typer.Option(help="Trials from one dense network.", min=1)] = 3,
-    length: Annotated[int, typer.Option(help="Longer texts are cut to so many tokens.", min=4)] = 64,
+    length: Annotated[int, typer.Option(help="Longest text, in tokens; longer ones are cut.", min=4)] = 64,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A small version in under two minutes.")] = False,
 ) -> None:

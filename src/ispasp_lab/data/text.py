@@ -95,6 +95,23 @@ def read_sentences(path: Path) -> list[Sentence]:
     return found
 
 
+def similar_pairs(part: str) -> tuple[list[tuple[str, str]], Tensor]:
+    """STS-B from nlp/stsb: pairs of sentences, and how similar people find them, from 0 to 5.
+
+    Part is "train" (5,749), "dev" (1,500) or "test" (1,379).
+    """
+    lines = (find("nlp/stsb") / f"sts-{part}.csv").read_text(encoding="utf-8").split("\n")
+    cells = [line.split("\t") for line in lines if line]
+    return [(row[5], row[6]) for row in cells], torch.tensor([float(row[4]) for row in cells])
+
+
+def token_blocks(text: str, tokenizer: Any, count: int, length: int, size: int) -> list[Batch]:
+    """The first `count` blocks of `length` tokens, in batches of `size`; what fills no block is left out."""
+    ids = torch.tensor(tokenizer(text)["input_ids"])[: count * length]
+    blocks = ids[: len(ids) // length * length].reshape(-1, length)
+    return [{"input_ids": part} for part in torch.split(blocks, size)]
+
+
 def token_batches(
     sentences: Sequence[Sentence], labels: Sequence[str], tokenizer: Any, size: int, length: int, *, group: int = 0
 ) -> list[Batch]:

@@ -16,12 +16,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ispasp.api.job import Compensate
-from ispasp.api.prune import prune
-from ispasp.api.result import Result
-from ispasp.api.survey import survey
+from ispasp._options import Compensate
+from ispasp._prune import prune
+from ispasp._survey import survey
 from ispasp.errors import InputError, IspaspError
 from ispasp.report import track
+from ispasp.result import Result
 from ispasp.select import methods, selector
 from ispasp_lab.accuracy import accuracy
 from ispasp_lab.data import batches

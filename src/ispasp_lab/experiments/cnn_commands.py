@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from ispasp.api.job import Compensate
+from ispasp._options import Compensate
 from ispasp.errors import InputError
 from ispasp_lab.experiments import cnn, cnn_pipeline, cnn_report
 

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from torch import nn
 
-from ispasp.api.finetune import finetune
-from ispasp.api.job import Compensate
-from ispasp.api.load import load
-from ispasp.api.prune import prune_
-from ispasp.api.recipes import recipes
-from ispasp.api.save import save
-from ispasp.api.survey import Survey, survey
+from ispasp._finetune import finetune
+from ispasp._keep import recipes
+from ispasp._options import Compensate
+from ispasp._prune import prune_
+from ispasp._store import load, save
+from ispasp._survey import Survey, survey
 from ispasp.errors import InputError
 from ispasp.select import ISpaSP
 from ispasp.train import Sgd

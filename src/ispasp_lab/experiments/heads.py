@@ -16,10 +16,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ispasp.api.job import Compensate
-from ispasp.api.prune import prune
-from ispasp.api.result import Result
+from ispasp._options import Compensate
+from ispasp._prune import prune
 from ispasp.errors import InputError, IspaspError
+from ispasp.result import Result
 from ispasp.select import ISpaSP, Random, Selector, Taylor
 from ispasp_lab.data.text import Batch
 from ispasp_lab.experiments.heads_network import Settings, Task, dense, inputs_of, task, top1, train

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ispasp.api.finetune import finetune
+from ispasp._finetune import finetune
 from ispasp.errors import InputError, MissingExtraError
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.train import AdamW
@@ -84,7 +84,9 @@ class Task:
 def task(settings: Settings) -> Task:
     """Read the sentences and the tokenizer."""
     texts = load_texts(settings.data, settings.language).some(settings.train, settings.tested)
-    tokenizer = _transformers().AutoTokenizer.from_pretrained(_folder(settings.model), local_files_only=True)
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(
+        pretrained_folder(settings.model), local_files_only=True
+    )
     return Task(settings, texts, tokenizer)
 
 
@@ -110,10 +112,10 @@ def dense(task: Task, folder: Path, *, progress: bool = True) -> nn.Module:
 
 def untrained(model: str, classes: int, seed: int = 0) -> nn.Module:
     """The pretrained network of a folder with a new classifier on top, in eval mode."""
-    auto = _transformers().AutoModelForSequenceClassification
+    auto = import_transformers().AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built: nn.Module = auto.from_pretrained(_folder(model), num_labels=classes, local_files_only=True)
+        built: nn.Module = auto.from_pretrained(pretrained_folder(model), num_labels=classes, local_files_only=True)
     return built.eval()
 
 
@@ -155,7 +157,8 @@ def _made(path: Path) -> str:
         return str((file.metadata() or {}).get("made"))
 
 
-def _folder(model: str) -> Path:
+def pretrained_folder(model: str) -> Path:
+    """The folder of a pretrained Hugging Face model, by its name in the data folder or its path."""
     folder = find(model) if available(model) else Path(model)
     if not (folder / "config.json").is_file():
         raise InputError(
@@ -164,7 +167,8 @@ def _folder(model: str) -> Path:
     return folder
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The package transformers, without its warnings and progress bars."""
     if find_spec("torchvision") is not None:
         import_torchvision()  # transformers imports it
     try:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ispasp.api.finetune import finetune
+from ispasp._finetune import finetune
 from ispasp.errors import InputError
 from ispasp.train import Sgd
 from ispasp_lab.data import mnist

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.integrations.torchvision import import_torchvision
 from ispasp.report import track
 from ispasp.select import GFSLocal, i_spasp
 from ispasp.select.gfs import grow
 from ispasp.types import ConvConsumer, Reading, Statistics, units_to_keep
-from ispasp.types.geometry import Geometry
+from ispasp.types.consumer import Geometry
 from ispasp_lab import reference
 
 BLOCKS = {2: ("layer1", 1, 56), 15: ("layer4", 1, 7)}  # number in the paper -> group, index, size of the maps

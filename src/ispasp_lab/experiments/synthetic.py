@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ispasp.calibrate import measure
+from ispasp.engine import measure
 from ispasp.report import new_figure, track
 from ispasp.select import energy, i_spasp
 from ispasp.types import LinearConsumer, Reading, Statistics

@@ -22,13 +22,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ispasp.api.apply import apply_
-from ispasp.api.survey import Survey, survey
+from ispasp._apply import apply_
+from ispasp._survey import Survey, survey
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.report import track
-from ispasp.surgery.fold import folded_for_now
-from ispasp.surgery.masking import masked_output
-from ispasp.surgery.verify import output_of, relative_error
+from ispasp.surgery.fold import folding
+from ispasp.surgery.verify import masked_output, output_of, relative_error
 from ispasp.types import units_to_keep
 from ispasp_lab.zoo import GROUPS, cases
 from ispasp_lab.zoo.case import Case, call
@@ -140,8 +139,10 @@ def measure(case: Case, keep: float = 0.5) -> Row:
         return Row(case.name, case.group, "nothing to remove", why, seconds=time.perf_counter() - started)
     surveyed = time.perf_counter() - started
     plan = found.plan(random_units(found, keep))
-    with folded_for_now(model, found.structure.folded):  # as it was analysed
+    with folding(model) as layers:
+        layers.fold(found.structure.folded)  # as it was analysed
         expected = masked_output(found.analysis, model, batch, plan.kept)
+        layers.restore()
     change = relative_error(expected, output_of(model, batch))
     started = time.perf_counter()
     apply_(model, plan, batch, checked_by=found)

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
-from ispasp.graph.atoms import UNKNOWN, Axis, Reason, flatten, length, split
-from ispasp.graph.atoms import cut as cut_axis
-from ispasp.graph.rules.pointwise import overloads
-from ispasp.graph.track import Tracker, rule
-from ispasp.graph.values import Value, fresh
-
-aten = torch.ops.aten
+from ispasp.graph.atoms import UNKNOWN, Axis, Reason, cut, flatten, freeze, length, split
+from ispasp.graph.track import Tracker, Value, common_parameters, fresh, rule
 
 
-def with_axes(value: Value, axes: Sequence[Axis]) -> Value:
-    """The same value with other axes."""
-    return Value(tuple(axes), value.parameters)
-
-
-@rule(
-    *overloads(
-        [
-            "view",
-            "_unsafe_view",
-            "reshape",
-            "flatten",
-            "unflatten",
-            "view_as",
-            "reshape_as",
-            "squeeze",
-            "unsqueeze",
-            "squeeze_",
-            "unsqueeze_",
-        ]
-    )
-)
-def view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+@rule("view _unsafe_view reshape flatten unflatten view_as reshape_as squeeze unsqueeze squeeze_ unsqueeze_")
+def _view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     """Axes are merged and split as the sizes before and after tell."""
     before, after = [length(axis) for axis in x.axes], list(t.shape(node))
-    if UNKNOWN in before or UNKNOWN in after:
-        reason = Reason("is reshaped to a size that depends on the data", node.name)
+    if UNKNOWN in before or UNKNOWN in after or 0 in before:
+        why = "has no entries" if 0 in before else "is reshaped to a size that depends on the data"
+        reason = Reason(why, node.name)
         x.freeze(reason)
         return fresh(node, reason)  # type: ignore[no-any-return]
     reason = Reason("is reshaped across its structure", node.name)
@@ -52,7 +25,7 @@ def view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     for sources, targets in _matched(before, after):
         whole = flatten([x.axes[i] for i in sources])
         axes += split(whole, [after[j] for j in targets], reason) if targets else []
-    return with_axes(x, axes)
+    return x.with_axes(axes)
 
 
 def _matched(before: list[int], after: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -63,133 +36,124 @@ def _matched(before: list[int], after: list[int]) -> list[tuple[list[int], list[
         sources: list[int] = []
         targets: list[int] = []
         p = q = 1
-        if i < len(before) and (j >= len(after) or before[i] == 1 != after[j]):
-            groups.append(([i], []))  # a dimension of size 1 goes
-            i += 1
-            continue
-        if j < len(after) and (i >= len(before) or after[j] == 1 != before[i]):
-            groups.append(([], [j]))  # a dimension of size 1 comes
-            j += 1
-            continue
-        while not sources or p != q:
-            if p <= q and i < len(before):
-                p, i, sources = p * before[i], i + 1, [*sources, i]
-            else:
-                q, j, targets = q * after[j], j + 1, [*targets, j]
+        if i < len(before) and (j >= len(after) or before[i] == 1 != after[j]):  # a dimension of size 1 goes
+            i, sources = i + 1, [i]
+        elif j < len(after) and (i >= len(before) or after[j] == 1 != before[i]):  # a dimension of size 1 comes
+            j, targets = j + 1, [j]
+        else:
+            while not sources or p != q:
+                if p <= q and i < len(before):
+                    p, i, sources = p * before[i], i + 1, [*sources, i]
+                else:
+                    q, j, targets = q * after[j], j + 1, [*targets, j]
         groups.append((sources, targets))
     return groups
 
 
-@rule(aten.permute.default)
-def permute(t: Tracker, node: fx.Node, x: Value, dims: list[int]) -> Value:
-    """Axes in another order."""
-    return with_axes(x, [x.axes[dim] for dim in dims])
+@rule("permute.default")
+def _permute(t: Tracker, node: fx.Node, x: Value, dims: list[int]) -> Value:
+    return x.with_axes(x.axes[dim] for dim in dims)
 
 
-@rule(*overloads(["transpose.int", "transpose_.default", "swapaxes", "swapdims"]))
-def transpose(t: Tracker, node: fx.Node, x: Value, **dims: int) -> Value:
-    """Two axes change places."""
+@rule("transpose.int transpose_.default swapaxes swapdims")
+def _transpose(t: Tracker, node: fx.Node, x: Value, **dims: int) -> Value:
     a, b = dims.values()
-    axes = list(x.axes)
-    axes[a], axes[b] = axes[b], axes[a]
-    return with_axes(x, axes)
+    return x.with_axis(a, x.axes[b]).with_axis(b, x.axes[a])
 
 
-@rule(*overloads(["t", "numpy_T", "mT", "adjoint"]))
-def turned(t: Tracker, node: fx.Node, x: Value) -> Value:
-    """A matrix transposed."""
+@rule("t numpy_T mT adjoint")
+def _transpose_last(t: Tracker, node: fx.Node, x: Value) -> Value:
     if len(x.axes) > 2 and "numpy" not in str(node.target):
-        return with_axes(x, [*x.axes[:-2], x.axes[-1], x.axes[-2]])
-    return with_axes(x, x.axes[::-1])
+        return x.with_axes([*x.axes[:-2], x.axes[-1], x.axes[-2]])
+    return x.with_axes(x.axes[::-1])
 
 
-@rule(*overloads(["movedim.int", "movedim.intlist"]))
-def movedim(t: Tracker, node: fx.Node, x: Value, source: Any, destination: Any) -> Value:
-    """Axes moved, the others in order."""
+@rule("movedim.int movedim.intlist")
+def _movedim(t: Tracker, node: fx.Node, x: Value, source: Any, destination: Any) -> Value:
     sources = [source] if isinstance(source, int) else source
     targets = [destination] if isinstance(destination, int) else destination
     n = len(x.axes)
-    order: list[int | None] = [None] * n
-    for s, d in zip(sources, targets, strict=True):
-        order[d % n] = s % n
-    rest = iter(i for i in range(n) if i not in {s % n for s in sources})
-    return with_axes(x, [x.axes[i if i is not None else next(rest)] for i in order])
+    moved = {d % n: s % n for s, d in zip(sources, targets, strict=True)}
+    rest = iter(i for i in range(n) if i not in moved.values())
+    return x.with_axes(x.axes[moved[d] if d in moved else next(rest)] for d in range(n))
 
 
-@rule(*overloads(["expand", "expand_as", "broadcast_to"]))
-def expand(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
-    """Axes of size 1 are repeated."""
+def _padded(x: Value, rank: int) -> list[Axis]:
+    return [((),)] * (rank - len(x.axes)) + list(x.axes)
+
+
+@rule("expand expand_as broadcast_to")
+def _expand(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     shape = t.shape(node)
-    own = [((),)] * (len(shape) - len(x.axes)) + list(x.axes)
-    axes = [
-        axis if length(axis) == size else t.new(node, size, "is made by expand")
-        for axis, size in zip(own, shape, strict=True)
-    ]
-    return with_axes(x, axes)
+    pairs = zip(_padded(x, len(shape)), shape, strict=True)
+    return x.with_axes(axis if length(axis) == n else t.new(node, n, "is made by expand") for axis, n in pairs)
 
 
-@rule(aten.repeat.default, aten.tile.default)
-def repeat(t: Tracker, node: fx.Node, x: Value, **repeats: list[int]) -> Value:
+@rule("repeat.default tile.default")
+def _repeat(t: Tracker, node: fx.Node, x: Value, **repeats: list[int]) -> Value:
     """The whole axis again and again: the copies are the slow factor."""
     (times,) = repeats.values()
-    own = [((),)] * (len(times) - len(x.axes)) + list(x.axes)
-    times = [1] * (len(own) - len(times)) + list(times)
-    return with_axes(
-        x,
-        [
-            axis if n == 1 else flatten([t.new(node, n, "counts copies"), axis])
-            for axis, n in zip(own, times, strict=True)
-        ],
-    )
+    own = _padded(x, len(times))
+    pairs = zip(own, [1] * (len(own) - len(times)) + list(times), strict=True)
+    return x.with_axes(axis if n == 1 else flatten([t.new(node, n, "counts copies"), axis]) for axis, n in pairs)
 
 
-@rule(aten.repeat_interleave.self_int)
-def repeat_interleave(t: Tracker, node: fx.Node, x: Value, repeats: int, dim: int | None, output_size: Any) -> Value:
+@rule("repeat_interleave.self_int")
+def _repeat_interleave(t: Tracker, node: fx.Node, x: Value, repeats: int, dim: int | None, **_: Any) -> Value:
     """Each position again and again: the copies are the fast factor."""
-    axes = [flatten(x.axes)] if dim is None else list(x.axes)
-    at = 0 if dim is None else dim
-    axes[at] = flatten([axes[at], t.new(node, repeats, "counts copies")])
-    return with_axes(x, axes)
+    if dim is None:
+        x, dim = x.with_axes([flatten(x.axes)]), 0
+    return x.with_axis(dim, flatten([x.axes[dim], t.new(node, repeats, "counts copies")]))
 
 
-@rule(aten.cat.default, aten.concat.default, aten.concatenate.default)
-def cat(t: Tracker, node: fx.Node, tensors: list[Value], dim: int = 0) -> Value:
-    """Axes in a row along one dimension, united along the others."""
+@rule("cat.default concat.default concatenate.default")
+def _cat(t: Tracker, node: fx.Node, tensors: list[Value], dim: int = 0) -> Value:
     tensors = [value for value in tensors if not (len(value.axes) == 1 and length(value.axes[0]) == 0)]
-    first = tensors[0]
-    dim %= len(first.axes)
-    axes = list(first.axes)
+    axes = list(tensors[0].axes)
+    dim %= len(axes)
     for k in range(len(axes)):
         for other in tensors[1:]:
             if k != dim:
                 axes[k] = t.unite(node, axes[k], other.axes[k])
     axes[dim] = tuple(segment for value in tensors for segment in value.axes[dim])
-    parameters = [value.parameters for value in tensors]
-    return Value(tuple(axes), frozenset().union(*parameters) if all(parameters) else frozenset())
+    return Value(tuple(axes), common_parameters(tensors))
 
 
-@rule(aten.stack.default)
-def stack(t: Tracker, node: fx.Node, tensors: list[Value], dim: int = 0) -> Value:
-    """A new axis over the tensors."""
+@rule("stack.default")
+def _stack(t: Tracker, node: fx.Node, tensors: list[Value], dim: int = 0) -> Value:
     axes = list(tensors[0].axes)
     for other in tensors[1:]:
         axes = [t.unite(node, a, b) for a, b in zip(axes, other.axes, strict=True)]
     axes.insert(dim % (len(axes) + 1), t.new(node, len(tensors), "counts stacked tensors"))
-    parameters = [value.parameters for value in tensors]
-    return Value(tuple(axes), frozenset().union(*parameters) if all(parameters) else frozenset())
+    return Value(tuple(axes), common_parameters(tensors))
 
 
-def piece(node: fx.Node, x: Value, dim: int, start: int, stop: int) -> Value:
-    """Positions start..stop along one dimension."""
-    axes = list(x.axes)
-    axes[dim] = cut_axis(axes[dim], start, stop, Reason("is cut across its structure", node.name))
-    return with_axes(x, axes)
+def _piece(node: fx.Node, x: Value, dim: int, start: int, stop: int) -> Value:
+    return x.with_axis(dim, cut(x.axes[dim], start, stop, Reason("is cut across its structure", node.name)))
 
 
-@rule(*overloads(["chunk", "unsafe_chunk", "split.Tensor", "unsafe_split"]))
-def equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
+@rule("split_with_sizes split.sizes tensor_split")
+def _pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
+    found, start = [], 0
+    for part in node.meta["val"]:
+        size = part.shape[dim]
+        if not isinstance(size, int):
+            return _cut_by_data(node, x)
+        found.append(_piece(node, x, dim, start, start + size))
+        start += size
+    return found
+
+
+def _cut_by_data(node: fx.Node, x: Value) -> Any:
+    reason = Reason("is cut at a place that depends on the data", node.name)
+    x.freeze(reason)
+    return fresh(node, reason)
+
+
+@rule("chunk unsafe_chunk split.Tensor unsafe_split")
+def _equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
     """Parts of one size: they must lose the same positions, or their ends would move."""
-    found = pieces(t, node, x, dim)
+    found = _pieces(t, node, x, dim)
     for other in found[1:]:
         if length(other.axes[dim]) == length(found[0].axes[dim]):
             t.unite(node, found[0].axes[dim], other.axes[dim])
@@ -198,125 +162,94 @@ def equal_pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) ->
     return found
 
 
-@rule(*overloads(["split_with_sizes", "split.sizes", "tensor_split"]))
-def pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
-    """A list of cuts, of the sizes the results have."""
-    found, start = [], 0
-    for part in node.meta["val"]:
-        size = part.shape[dim]
-        if not isinstance(size, int):
-            return _by_data(t, node, x)
-        found.append(piece(node, x, dim, start, start + size))
-        start += size
-    return found
-
-
-def _by_data(t: Tracker, node: fx.Node, x: Value) -> Any:
-    reason = Reason("is cut at a place that depends on the data", node.name)
-    x.freeze(reason)
-    return fresh(node, reason)
-
-
-@rule(aten.slice.Tensor)
-def slice_(t: Tracker, node: fx.Node, x: Value, dim: int, start: Any, end: Any, step: int) -> Any:
+@rule("slice.Tensor")
+def _slice(t: Tracker, node: fx.Node, x: Value, dim: int, start: Any, end: Any, step: int) -> Any:
     """One cut; a step takes single positions, which freezes the axis."""
-    if not all(isinstance(value, (int, type(None))) for value in (start, end)) or length(x.axes[dim]) == UNKNOWN:
-        return _by_data(t, node, x)
     size = length(x.axes[dim])
-    first, last, _ = slice(start, end).indices(size)
-    if (first, last, step) == (0, size, 1):
-        return x
+    if size == UNKNOWN or not all(isinstance(value, (int, type(None))) for value in (start, end)):
+        return _cut_by_data(node, x)
     if step != 1:
-        t.freeze(node, x, [dim], "is sampled by position")
-        axes = list(x.axes)
-        axes[dim] = t.new(node, t.shape(node)[dim], "is sampled by position")
-        return with_axes(x, axes)
-    return piece(node, x, dim, first, max(first, last))
+        return t.remake(node, x, [dim], "is sampled by position")
+    first, last, _ = slice(start, end).indices(size)
+    return _piece(node, x, dim, first, max(first, last))
 
 
-@rule(aten.narrow.default)
-def narrow(t: Tracker, node: fx.Node, x: Value, dim: int, start: int, length: int) -> Value:
-    """One cut."""
-    return piece(node, x, dim, start, start + length)
+@rule("narrow.default")
+def _narrow(t: Tracker, node: fx.Node, x: Value, dim: int, start: int, length: int) -> Value:
+    return _piece(node, x, dim, start, start + length)
 
 
-@rule(*overloads(["unbind.int"]))
-def unbind(t: Tracker, node: fx.Node, x: Value, dim: int = 0) -> list[Value]:
-    """One value per position: the axis is taken apart by position."""
+@rule("unbind.int")
+def _unbind(t: Tracker, node: fx.Node, x: Value, dim: int = 0) -> list[Value]:
     t.freeze(node, x, [dim], "is taken apart by position")
-    dim %= len(x.axes)
-    rest = with_axes(x, [axis for k, axis in enumerate(x.axes) if k != dim])
-    return [rest] * length(x.axes[dim])
+    return [x.without(dim)] * length(x.axes[dim])
 
 
-@rule(aten.glu.default)
-def glu(t: Tracker, node: fx.Node, x: Value, dim: int = -1) -> Value:
-    """Two halves, multiplied."""
+@rule("glu.default")
+def _glu(t: Tracker, node: fx.Node, x: Value, dim: int = -1) -> Value:
     half = length(x.axes[dim]) // 2
-    a, b = piece(node, x, dim, 0, half), piece(node, x, dim, half, 2 * half)
-    axes = list(a.axes)
-    axes[dim] = t.unite(node, a.axes[dim], b.axes[dim])
-    return with_axes(x, axes)
+    a, b = _piece(node, x, dim, 0, half), _piece(node, x, dim, half, 2 * half)
+    return x.with_axis(dim, t.unite(node, a.axes[dim], b.axes[dim]))
 
 
-@rule(*overloads(["channel_shuffle", "native_channel_shuffle"]))
-def channel_shuffle(t: Tracker, node: fx.Node, x: Value, groups: int) -> Value:
+def _split_off(axis: Axis, inner: int, reason: Reason) -> tuple[Axis, Axis]:
+    """An axis as (outer, inner), of which the inner one is frozen."""
+    outer, fast = split(axis, [length(axis) // inner, inner], reason)
+    return outer, freeze(fast, reason)
+
+
+@rule("channel_shuffle native_channel_shuffle")
+def _channel_shuffle(t: Tracker, node: fx.Node, x: Value, groups: int) -> Value:
     """(groups, rest) -> (rest, groups) on axis 1."""
-    size = length(x.axes[1])
-    outer, inner = split(x.axes[1], [groups, size // groups], Reason("is shuffled across its structure", node.name))
-    t.freeze(node, Value((outer,)), [0], "counts the groups of a shuffle")
-    return with_axes(x, [x.axes[0], flatten([inner, outer]), *x.axes[2:]])
+    sizes = [groups, length(x.axes[1]) // groups]
+    outer, inner = split(x.axes[1], sizes, Reason("is shuffled across its structure", node.name))
+    freeze(outer, Reason("counts the groups of a shuffle", node.name))
+    return x.with_axis(1, flatten([inner, outer]))
 
 
-@rule(aten.pixel_shuffle.default)
-def pixel_shuffle(t: Tracker, node: fx.Node, x: Value, upscale_factor: int) -> Value:
+def _space(t: Tracker, node: fx.Node, count: int) -> list[Axis]:
+    return [t.new(node, size, "is spatial") for size in t.shape(node)[-count:]]
+
+
+@rule("pixel_shuffle.default")
+def _pixel_shuffle(t: Tracker, node: fx.Node, x: Value, upscale_factor: int) -> Value:
     """Channels x r x r become channels; the r x r go into space."""
-    square, why = upscale_factor**2, "is spread over space by pixel_shuffle"
-    channels, inner = split(x.axes[-3], [length(x.axes[-3]) // square, square], Reason(why, node.name))
-    t.freeze(node, Value((inner,)), [0], why)
-    shape = t.shape(node)
-    return with_axes(x, [*x.axes[:-3], channels, *(t.new(node, size, "is spatial") for size in shape[-2:])])
+    why = Reason("is spread over space by pixel_shuffle", node.name)
+    channels, _ = _split_off(x.axes[-3], upscale_factor**2, why)
+    return x.with_axes([*x.axes[:-3], channels, *_space(t, node, 2)])
 
 
-@rule(aten.pixel_unshuffle.default)
-def pixel_unshuffle(t: Tracker, node: fx.Node, x: Value, downscale_factor: int) -> Value:
+@rule("pixel_unshuffle.default")
+def _pixel_unshuffle(t: Tracker, node: fx.Node, x: Value, downscale_factor: int) -> Value:
     """Space goes into channels as a fast factor."""
     inner = t.new(node, downscale_factor**2, "comes from space by pixel_unshuffle")
-    shape = t.shape(node)
-    return with_axes(
-        x, [*x.axes[:-3], flatten([x.axes[-3], inner]), *(t.new(node, n, "is spatial") for n in shape[-2:])]
-    )
+    return x.with_axes([*x.axes[:-3], flatten([x.axes[-3], inner]), *_space(t, node, 2)])
 
 
-@rule(aten.constant_pad_nd.default, aten.pad.default)
-def pad(t: Tracker, node: fx.Node, x: Value, pad: list[int], mode: str = "constant", **_: Any) -> Any:
-    """Constant padding adds frozen positions; other modes freeze the axes they copy from."""
-    axes, shape = list(x.axes), t.shape(node)
-    for k in range(len(pad) // 2):
-        before, after = pad[2 * k : 2 * k + 2]
-        dim = len(axes) - 1 - k
-        if before == after == 0:
-            continue
-        if mode != "constant" or before < 0 or after < 0:
-            t.freeze(node, x, [dim], "is padded with its own values, or cropped")
-            axes[dim] = t.new(node, shape[dim], "is padded")
-            continue
-        ends = [((t.new(node, n, "is padding")[0]),) if n else () for n in (before, after)]
-        axes[dim] = (*ends[0], *axes[dim], *ends[1])
-    return with_axes(x, axes)
-
-
-@rule(aten.im2col.default)
-def im2col(t: Tracker, node: fx.Node, x: Value, kernel_size: list[int], **_: Any) -> Value:
+@rule("im2col.default")
+def _im2col(t: Tracker, node: fx.Node, x: Value, kernel_size: list[int], **_: Any) -> Value:
     """Channels x taps, channels slowest."""
     taps = t.new(node, math.prod(kernel_size), "counts taps of a kernel")
-    return with_axes(x, [x.axes[0], flatten([x.axes[1], taps]), t.new(node, t.shape(node)[2], "is spatial")])
+    return x.with_axes([x.axes[0], flatten([x.axes[1], taps]), *_space(t, node, 1)])
 
 
-@rule(aten.col2im.default)
-def col2im(t: Tracker, node: fx.Node, x: Value, kernel_size: list[int], **_: Any) -> Value:
+@rule("col2im.default")
+def _col2im(t: Tracker, node: fx.Node, x: Value, kernel_size: list[int], **_: Any) -> Value:
     """The inverse of im2col: taps are summed into space."""
-    taps, why = math.prod(kernel_size), "counts taps of a kernel"
-    channels, inner = split(x.axes[1], [length(x.axes[1]) // taps, taps], Reason(why, node.name))
-    t.freeze(node, Value((inner,)), [0], why)
-    return with_axes(x, [x.axes[0], channels, *(t.new(node, n, "is spatial") for n in t.shape(node)[2:])])
+    channels, _taps = _split_off(x.axes[1], math.prod(kernel_size), Reason("counts taps of a kernel", node.name))
+    return x.with_axes([x.axes[0], channels, *_space(t, node, 2)])
+
+
+@rule("constant_pad_nd.default pad.default")
+def _pad(t: Tracker, node: fx.Node, x: Value, pad: list[int], mode: str = "constant", **_: Any) -> Any:
+    """Constant padding adds frozen positions; other modes freeze the axes they copy from."""
+    for k in range(len(pad) // 2):
+        before, after = pad[2 * k : 2 * k + 2]
+        dim = len(x.axes) - 1 - k
+        if mode != "constant" or before < 0 or after < 0:
+            if (before, after) != (0, 0):
+                x = t.remake(node, x, [dim], "is padded with its own values, or cropped")
+            continue
+        ends = [t.new(node, n, "is padding") for n in (before, after)]
+        x = x.with_axis(dim, (*ends[0], *x.axes[dim], *ends[1]))
+    return x

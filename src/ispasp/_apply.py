@@ -1,0 +1,217 @@
+"""`ispasp.apply_` removes units by a plan, `ispasp.mask` makes the dense model compute as if they were gone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ispasp._proof import MaskedNetwork, compared, expect
+from ispasp._survey import Survey, survey, survey_kinds
+from ispasp.engine.batches import one_batch
+from ispasp.engine.graphs import TracedGraphs
+from ispasp.engine.runner import Edits
+from ispasp.engine.sites import sites
+from ispasp.errors import InputError, SurgeryError
+from ispasp.graph.analyse import Analysis
+from ispasp.graph.atoms import Atom, Axis, resolve
+from ispasp.graph.state import one_at_a_time, plain, uninterrupted
+from ispasp.graph.trace import Batch, evaluating
+from ispasp.surgery.fold import folding
+from ispasp.surgery.remove import (
+    Undo,
+    all_or_nothing,
+    check_optimizer,
+    fitting,
+    remember_,
+    remove_,
+    removed,
+    row_norms,
+    set_data,
+    tensor_of,
+)
+from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, tolerance
+from ispasp.types.dimension import kept_mask, names_in
+from ispasp.types.plan import Plan
+
+
+def apply_(
+    model: nn.Module,
+    plan: Plan,
+    batch: Batch = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    checked_by: Survey | None = None,
+) -> nn.Module:
+    """Remove from the model, in place, every unit that the plan does not keep. Returns the model.
+
+    With a `batch` the result is verified: the pruned model must give what the dense one gives with removed units
+    masked where they are read, else `SurgeryError` names the guilty dimension. On any failure the model is exactly as
+    before. The state of an `optimizer` (momentum, moments) is cut too. `checked_by` is the survey of this very model on
+    this batch; it saves tracing the model again.
+
+    >>> from ispasp import survey
+    >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4)
+    >>> apply_(model, survey(model, x).plan({"0": [1, 2, 5]}), x)[0]
+    Linear(in_features=4, out_features=3, bias=True)
+    """
+    _check_plan(plan)
+    check_optimizer(optimizer, model)
+    with one_at_a_time(), plain(model) as inner, folding(inner) as layers:
+        with fitting(inner):
+            layers.fold(plan.structure.folded)
+        layers.check(optimizer, plan.structure.folded)
+        if batch is None:
+            with fitting(inner), all_or_nothing() as undo:
+                remove_(inner, plan, undo, optimizer)
+                remember_(inner, plan, undo)
+        else:
+            batch = one_batch(inner, batch)
+            if checked_by is None:  # all layers are folded that a survey folds
+                checked_by = survey_kinds(inner, batch, (), scope="all", check=False, folds=layers)
+            else:
+                with fitting(inner):
+                    layers.fold(checked_by.structure.folded)
+            _apply_and_verify(inner, plan, batch, optimizer, checked_by.analysis)
+        layers.restore(but=plan.structure.folded)
+    return model
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5), result.plan or "
+            "Plan.from_json(text)"
+        )
+
+
+def _apply_and_verify(
+    model: nn.Module, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer | None, analysis: Analysis
+) -> None:
+    with fitting(model), evaluating(model):
+        found = sites(analysis, plan.kept)
+        edits = Edits({site.number: site.cuts(plan.kept) for site in found})
+        graphs = TracedGraphs(model, analysis, batch)
+        expected = expect(MaskedNetwork(model, analysis, graphs, batch, found, edits, plan.kept))
+    with all_or_nothing() as undo:
+        with fitting(model):
+            remove_(model, plan, undo, optimizer)
+        remember_(model, plan, undo)
+        try:
+            evidence = compared(expected, model, plan)
+            problem = "" if evidence.holds else f"relative error {evidence.error:.1e}"
+        except SurgeryError as error:
+            problem = f"the forward fails: {error.__cause__}"
+        if problem:
+            undo.close()
+            guilty = _guilty(model, plan, batch, analysis)
+            raise SurgeryError(
+                f"removing units of {guilty!r} does not equal masking them ({problem}): the model is as it was; "
+                "leave this dimension out of the plan"
+            )
+    for name, why in expected.unproved.items():
+        warnings.warn(f"{name}: not proved that removing equals masking: {why}", stacklevel=3)
+
+
+def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> str:
+    """Returns a hidden dimension whose removal alone does not equal masking."""
+
+    def wrong(names: list[str]) -> bool:
+        part = Plan({name: plan.kept[name] for name in names}, plan.structure)
+        expected = masked_output(analysis, model, batch, part.kept)
+        with removed(model, part):
+            outcome = attempt(model, batch)
+        return isinstance(outcome, Failure) or not relative_error(outcome, expected) <= tolerance(analysis.trace)
+
+    names = list(plan.kept)
+    while len(names) > 1:
+        half = names[: len(names) // 2]
+        names = half if wrong(half) else names[len(half) :]
+    return names[0]
+
+
+@contextmanager
+def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
+    """Make the model compute as if the units that the plan does not keep were gone. Shapes stay.
+
+    Weights that read removed units are zero inside the block, which is exact. The output on the `batch` (one, as for
+    `survey`) is compared with that of surgery; `SurgeryError` is raised where zero weights do not mask the units.
+    Afterwards, also after an exception, every tensor is what it was. To train a masked model, train a copy:
+    `copy.deepcopy(masked)` inside the block stays masked.
+
+    >>> from ispasp import survey
+    >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4)
+    >>> with mask(model, survey(model, x).plan({"0": [1, 2, 5]}), x) as masked:
+    ...     masked[2].weight.count_nonzero().item(), masked[2].weight.shape
+    (6, torch.Size([2, 8]))
+    >>> model[2].weight.count_nonzero().item()
+    16
+    """
+    _check_plan(plan)
+    undo = Undo()
+    try:
+        with one_at_a_time(), plain(model) as inner:
+            _mask(inner, plan, one_batch(inner, batch), undo)
+        yield model
+    finally:
+        with uninterrupted():
+            undo.close()
+
+
+def _mask(model: nn.Module, plan: Plan, batch: Batch, undo: Undo) -> None:
+    analysis = survey(model, batch, scope="all", check=False).analysis
+    with fitting(model):
+        with removed(model, plan):
+            expected = attempt(model, batch)
+        if isinstance(expected, Failure):
+            raise SurgeryError(f"the forward fails without these units ({expected.error}): leave some out of the plan")
+        for name, axes in _reading(analysis).items():
+            _zero(model, name, axes, plan, undo)
+    found = attempt(model, batch)
+    error = float("inf") if isinstance(found, Failure) else relative_error(found, expected)
+    if not error <= tolerance(analysis.trace):
+        raise SurgeryError(
+            f"zeros in the weights of {type(model).__name__} do not mask these units (relative error {error:.1e}): "
+            "something else than a weight reads them; use ispasp.apply_ on a copy, which removes them"
+        )
+
+
+def _reading(analysis: Analysis) -> dict[str, set[int]]:
+    """Returns the axes of parameters that contractions sum over."""
+
+    def atoms(*axes: Axis) -> set[Atom]:
+        return {atom for axis in axes for segment in resolve(axis) for atom in segment}
+
+    found: dict[str, set[int]] = {}
+    for contraction in (c for walk in analysis.walks for c in walk.contractions):
+        summed = atoms(*contraction.contracted)
+        for name, value in analysis.tensors.items():
+            if value.parameters & contraction.parameters:
+                found.setdefault(name, set()).update(k for k, axis in enumerate(value.axes) if atoms(axis) & summed)
+    return found
+
+
+@torch.no_grad()
+def _zero(model: nn.Module, name: str, axes: set[int], plan: Plan, undo: Undo) -> None:
+    layout = plan.structure.tensors.get(name)
+    gone = {
+        axis: ~kept_mask(extent, plan.kept)
+        for axis, extent in (layout.axes if layout else {}).items()
+        if axis in axes and names_in(extent) & set(plan.kept)
+    }
+    norm = next((norm for norm in plan.structure.weight_norms if norm.v == name), None)
+    if norm is not None:
+        gone.pop(norm.dim, None)  # g is zero there; v would be 0 / 0
+    if not gone:
+        return
+    tensor = tensor_of(model, name)
+    masked = tensor.detach().clone()
+    for axis, positions in gone.items():
+        masked.movedim(axis, 0)[positions.to(masked.device)] = 0
+    if norm is not None:
+        g = tensor_of(model, norm.g)
+        set_data(g, g.detach() * row_norms(masked, norm.dim) / row_norms(tensor, norm.dim), g.grad, undo)
+    set_data(tensor, masked, tensor.grad, undo)

@@ -1,0 +1,179 @@
+"""`ispasp.finetune`: train a pruned model with labels, to win back accuracy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ispasp._keep import Recipe as PruningRecipe
+from ispasp.engine.batches import batches_in
+from ispasp.engine.team import joined_team
+from ispasp.errors import InputError
+from ispasp.report import Column, render
+from ispasp.train.devices import need_accelerate
+from ispasp.train.loop import Run, train
+from ispasp.train.objective import Batch, Loss, Objective, Teacher, inputs_for, loss_of
+from ispasp.train.recipe import Recipe, Sgd
+
+_SGD = Sgd()
+_ROWS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class FinetuneResult:
+    """A fine-tuned model and the loss of every step. Print it."""
+
+    model: nn.Module = field(repr=False)
+    recipe: Recipe
+    epochs: float
+    steps: int
+    losses: tuple[float, ...] = field(repr=False)
+    """The mean loss over the examples of each step, before that step."""
+    resumed: int
+    """How many steps came from a checkpoint."""
+    scores: Mapping[int, float] = field(default_factory=dict)
+    """Number of steps done -> what `evaluate` returned."""
+
+    def __str__(self) -> str:
+        """A table of learning rate and loss."""
+        title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs"
+        columns = [Column("steps", "steps"), Column("lr", "learning rate", "{:.3g}".format)]
+        columns += [Column("loss", "mean loss", "{:.4f}".format)]
+        columns += [Column("score", "score after", "{:.4g}".format)] if self.scores else []
+        stops = sorted(self.scores) or range(1, self.steps + 1)
+        rows = min(_ROWS, len(stops))
+        edges = [0, *(stops[round(len(stops) * row / rows) - 1] for row in range(1, rows + 1))]
+        table = [
+            {
+                "steps": f"{a + 1}-{b}" if b > a + 1 else f"{b}",
+                "lr": self.recipe.lr_at(a, self.steps),
+                "loss": math.fsum(self.losses[a:b]) / (b - a),
+                "score": self.scores.get(b),
+            }
+            for a, b in pairwise(edges)
+        ]
+        resumed = f"\nsteps 1-{self.resumed} from a checkpoint" if self.resumed else ""
+        return f"{render(title, columns, table)}\n{self.recipe}{resumed}"
+
+
+def finetune(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    *,
+    epochs: float = 1.0,
+    recipe: Recipe = _SGD,
+    loss: Loss | None = None,
+    input_of: Callable[[Batch], Any] | None = None,
+    label_smoothing: float = 0.0,
+    teacher: nn.Module | Teacher | None = None,
+    mixed_precision: str | None = None,
+    accumulate: int = 1,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 100,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> FinetuneResult:
+    """Train the model in place, with labels.
+
+    Batches are as for `prune`, with labels: `(inputs, labels)`, called as model(inputs) and compared by cross entropy;
+    or dicts with "labels" (or "label"), called as model(**batch) (without the labels if the model takes none), whose
+    output is a `loss` (Hugging Face), `logits` or a tensor. For anything else pass `loss(output, batch)`, the mean over
+    the examples of a batch, and `input_of(batch)`, what the model is called with.
+
+    - `epochs`: passes over the loader, 0.5 for half of one.
+    - `recipe`: `Sgd(lr=0.01)` (momentum, cosine) or `AdamW(lr=5e-5)` (linear decay).
+    - `teacher`: the dense model, or `Teacher(dense, temperature=2, weight=0.5)`: learn from its outputs as well.
+    - `accumulate`: batches per step, weighed by their examples: two halves equal one whole batch, except in BatchNorm.
+    - `mixed_precision`: "bf16", "fp16" (GPU), or None: what `accelerate launch` was told, else full precision.
+    - `checkpoint`: a folder. Call again with the same arguments to resume an interrupted run from its last checkpoint,
+      written every `checkpoint_every` steps. It ends in the same parameters, on a CPU with as many threads to the bit.
+      A finished run does not run again.
+    - `evaluate`: evaluate(model) -> number, called after every epoch in eval mode without gradients; see
+      `result.scores`.
+
+    Resuming needs a loader with a length that gives as many batches every time, and draws random numbers only from the
+    generators of torch, NumPy and Python or from those of its DataLoader or sampler. Workers must not be persistent.
+    A checkpoint cannot compare `loss` and the outputs of `teacher`. Random numbers depend on `seed`; the caller's are
+    left alone.
+
+    Runs on the device that accelerate finds. With torchrun or accelerate launch every batch is split over the
+    processes: their number does not change the result, except in BatchNorm and random layers. The model ends on the
+    device and in the modes it came in.
+
+    >>> import torch
+    >>> torch.manual_seed(0); x = torch.randn(64, 4); y = (x[:, 0] > 0).long()     # doctest: +ELLIPSIS
+    <...>
+    >>> batches = list(zip(x.split(16), y.split(16)))
+    >>> result = finetune(nn.Linear(4, 2), batches, epochs=5, recipe=Sgd(lr=0.5))
+    >>> result.steps, result.losses[-1] < result.losses[0] / 2
+    (20, True)
+    """
+    with joined_team() as ranks, ranks.together("the start of fine-tuning"):
+        need_accelerate()
+        _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
+        loader = _checked_loader(loader, model, resumable=checkpoint is not None)
+        for name, function in (("loss", loss), ("input_of", input_of), ("evaluate", evaluate)):
+            if function is not None and not callable(function):
+                raise InputError(f"{name} is a {type(function).__name__}: pass a function")
+        if teacher is not None and not isinstance(teacher, Teacher):
+            teacher = Teacher(teacher)
+        if teacher is not None and teacher.model is model:
+            raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
+        objective = Objective(loss_of(loss), input_of or inputs_for(model), label_smoothing, teacher)
+        facts = {
+            "label_smoothing": label_smoothing,
+            "own_loss": loss is not None,
+            "teacher": None if teacher is None else f"temperature {teacher.temperature}, weight {teacher.weight}",
+        }
+    steps = recipe, objective, float(epochs), accumulate, seed, mixed_precision
+    saves = None if checkpoint is None else Path(checkpoint), checkpoint_every
+    run = Run(*steps, *saves, progress, evaluate, () if teacher is None else (teacher.model,), facts)
+    losses, resumed, scores = train(run, model, loader)
+    return FinetuneResult(model, recipe, epochs, len(losses), losses, resumed, scores)
+
+
+def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}: pass a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"{type(model).__name__} has no trainable parameter: call model.requires_grad_(True) first")
+    remedy = "pass ispasp.train.Sgd(lr=...) or ispasp.train.AdamW(lr=...)"
+    if isinstance(recipe, PruningRecipe):
+        raise InputError(f"recipe={recipe.name!r} is for keep= of ispasp.prune: {remedy}")
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"recipe is a {type(recipe).__name__}: {remedy}")
+    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs > 0):
+        raise InputError(f"epochs={epochs!r}: pass a number above 0, such as 0.5")
+    for name, value, least in (("accumulate", accumulate, 1), ("checkpoint_every", every, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={value!r}: pass a whole number of {least} or more")
+
+
+def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
+    """The batches in what was given, as for `prune`. They must have a length."""
+    if hasattr(loader, "__len__"):
+        loader = batches_in(loader, model)
+    try:
+        batches = len(loader)
+    except TypeError as error:
+        raise InputError(
+            f"the loader is a {type(loader).__name__} without a length: pass a DataLoader over a dataset with a "
+            "length, or a list of batches"
+        ) from error
+    if batches == 0:
+        raise InputError("the loader is empty: pass at least one batch (drop_last may have dropped the only one)")
+    if resumable and getattr(loader, "persistent_workers", False):
+        raise InputError(
+            "a checkpoint cannot restore the random numbers of persistent workers: pass persistent_workers=False, or "
+            "no checkpoint"
+        )
+    return loader

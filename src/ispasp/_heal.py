@@ -1,0 +1,283 @@
+"""`ispasp.heal`: train a pruned model towards the dense one, without labels."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ispasp.engine.batches import (
+    ENOUGH,
+    InputOf,
+    Labels,
+    batches_in,
+    count_examples,
+    find_labels,
+    first_in,
+    held_out,
+    prepared,
+)
+from ispasp.engine.batches import placed as on_device
+from ispasp.engine.team import SAME_OPTIONS, Team, alike, joined_team, weights_alike
+from ispasp.engine.team import plain as comparable
+from ispasp.errors import InputError
+from ispasp.graph.state import plain, random_numbers_kept
+from ispasp.graph.trace import Batch, check_model
+from ispasp.train.augment import Examples, augmentation
+from ispasp.train.checkpoint import Store
+from ispasp.train.devices import accelerated_if_useful, placed
+from ispasp.train.healing import Healing, Networks, Stage
+
+Augment = Callable[[Batch], Batch]
+_EPOCHS, _LEAST_STEPS, _MOST_STEPS = 20, 300, 3000  # where the user sets no limit
+_SHARES = (3 / 4, 1 / 4)  # of the steps, in each cycle of the learning rate
+_CAREFUL = 3  # the learning rate of the second cycle is lower by this factor
+_TURN = 0.03  # how much of a weight matrix, by its largest singular value, one step of Adam may change
+_SHORT = 300  # a cycle of fewer steps has no time to make good for large ones
+
+
+@dataclass(frozen=True)
+class Heal:
+    """How to heal. The defaults need no tuning.
+
+    epochs, steps, time   limits, time in seconds; without any, 20 epochs but at least 300 and at most 3,000 steps
+    lr        the highest learning rate of Adam; None takes it from the sizes of the weights
+    augment   "flip", "crop" (image tensors), a tuple of them, or a function of a batch of inputs. The dense model sees
+              the same inputs, so that any change is right that leaves inputs of the kind the model is for
+    blocks    train one block after the other, each towards the dense features at its end, instead of all at once:
+              gradients and their activations are of one block only
+    batch     examples in a step, at most as many as in the batches given
+    seed      of the order of examples and the augmentation
+    mixed_precision   "bf16", "fp16" (GPU), or None: what `accelerate launch` was told, else full precision
+    checkpoint        a folder: an interrupted run goes on from there when called again in the same way
+    checkpoint_every  steps between checkpoints
+
+    >>> Heal(time=60, augment=("flip", "crop")).epochs is None
+    True
+    """
+
+    epochs: float | None = None
+    steps: int | None = None
+    time: float | None = None
+    lr: float | None = None
+    augment: str | tuple[str, ...] | Augment | None = None
+    blocks: bool = False
+    batch: int = 32
+    seed: int = 0
+    mixed_precision: str | None = None
+    checkpoint: str | os.PathLike[str] | None = None
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        """Validate the options."""
+        for name in ("epochs", "steps", "time", "lr"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Real) and math.isfinite(value) and float(value) > 0):
+                raise InputError(f"{name}={value!r}: pass a number above 0, or None")
+        for name, least in (("batch", 1), ("seed", 0), ("checkpoint_every", 1)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise InputError(f"{name}={getattr(self, name)!r}: pass a whole number of {least} or more")
+        augmentation(self.augment)
+
+    def limit(self, steps_per_epoch: float) -> float:
+        """How many steps to take in all, infinite where time is the only limit."""
+        steps = min(self.steps or math.inf, math.inf if self.epochs is None else self.epochs * steps_per_epoch)
+        if math.isinf(steps) and self.time is None:
+            steps = min(max(_EPOCHS * steps_per_epoch, _LEAST_STEPS), _MOST_STEPS)
+        return max(1.0, steps)
+
+
+@dataclass(frozen=True, eq=False)
+class HealResult:
+    """What healing gained. `before` and `after` are divergences from the dense outputs on held-out examples."""
+
+    model: nn.Module = field(repr=False)
+    before: float
+    after: float
+    lr: float
+    steps: int
+    seconds: float
+    features: int
+    """How many features were compared on the way."""
+    examples: int
+    held_out: int
+    history: tuple[tuple[int, float], ...] = field(repr=False)
+    """(steps done, held-out divergence)."""
+    resumed: int = 0
+    """How many steps came from a checkpoint."""
+
+    @property
+    def gained(self) -> float:
+        """The part of the divergence that is gone, from 0 to 1."""
+        return 1 - self.after / self.before if self.before else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the model, as plain values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"} | {"gained": self.gained}
+
+    def __str__(self) -> str:
+        """One sentence."""
+        where = f"on {self.held_out:,} held-out examples"
+        how = f"{self.steps:,} steps, {self.seconds:.0f} s, learning rate {self.lr:.2g}, {self.examples:,} examples"
+        if self.after >= self.before:
+            return f"healing gained nothing {where} ({how}): the model is as before"
+        return f"healed: divergence from the dense outputs {self.before:.4g} -> {self.after:.4g} {where} ({how})"
+
+
+def heal(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Iterable[Any],
+    config: Heal = Heal(),  # noqa: B008  # frozen
+    *,
+    input_of: InputOf | None = None,
+    progress: bool = True,
+) -> HealResult:
+    """Train a pruned model towards the dense one it comes from. Changes `model` itself; needs no labels.
+
+    Compares the outputs (KL divergence of logits, relative squared error of anything else) and all features of equal
+    shape on the way, such as the residual stream after every block. BatchNorm statistics stay as they are. About an
+    eighth of the examples are held out: they choose the state that is kept. The model is never
+    worse on them than before. After an error it is as before; after Ctrl-C it is the best so far.
+
+    `batches` are as for `prune`, and are all held in memory. With torchrun or accelerate launch each process passes its
+    own part of the examples, and gradients are averaged. With accelerate (`pip install 'ispasp[train]'`) healing runs
+    on the device that it finds. Both models end where they came from.
+
+    >>> torch.manual_seed(0)                                                              # doctest: +ELLIPSIS
+    <...>
+    >>> dense = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    >>> small = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> result = heal(small, dense, torch.randn(256, 4), Heal(steps=100), progress=False)
+    >>> result.gained > 0.5
+    True
+    """
+    if not isinstance(config, Heal):
+        raise InputError(f"config is a {type(config).__name__}: pass ispasp.Heal(...)")
+    with plain(model) as student, plain(teacher) as dense:
+        check_model(student)
+        check_model(dense)
+        given = batches_in(batches, student)
+        labels = Labels() if input_of else find_labels(student, on_device(first_in(given), student))
+        pairs = [(batch, batch) for batch, _ in prepared(given, student, labels, input_of)]
+        rest, held = held_out(pairs)
+        result = healed(student, dense, [b for b, _ in rest], [b for b, _ in held], config, progress=progress)
+        return replace(result, model=model)
+
+
+def healed(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Sequence[Batch],
+    held: Sequence[Batch],
+    config: Heal,
+    ranks: Team | None = None,
+    *,
+    progress: bool = True,
+) -> HealResult:
+    """`heal` for batches that are ready for the model, some of them held out. Ranks average their gradients."""
+    start = time.monotonic()
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(torch.inference_mode(False))
+        enter(torch.enable_grad())
+        enter(random_numbers_kept())
+        accelerator = enter(accelerated_if_useful(config.mixed_precision, join=ranks is None))
+        ranks = ranks or enter(joined_team())
+        enter(ranks.together("healing"))
+        _check(model, teacher, batches, held)
+        alike(ranks, "the settings of heal", lambda: vars(config), SAME_OPTIONS)
+        weights_alike(ranks, model)
+        weights_alike(ranks, teacher, of="the teacher")
+        for each in (model, teacher) if accelerator else ():
+            enter(placed(each, accelerator.device))
+        examples = Examples(batches, config.batch, config.augment, (config.seed, ranks.rank))
+        run = Healing(Networks(model, teacher, accelerator), examples, Examples(held, config.batch), ranks)
+        run.show, run.scaler = progress, accelerator.scaler if accelerator else None
+        enter(run.undone_by_errors())
+        counts = {
+            "examples": ranks.total(sum(map(count_examples, batches))),
+            "held_out": ranks.total(sum(map(count_examples, held))),
+        }
+        store = _store(config, counts, ranks, accelerator)
+        saved = run.resume(store) if store else {}
+        resumed = run.at.step
+        run.at.stages = run.at.stages or _stages(run, config, time.monotonic() - start)
+        run.run(store, saved)
+        at, lr = run.at, max(stage.lr for stage in run.at.stages)
+        before, seconds, history = at.history[0][1], time.monotonic() - start, tuple(at.history)
+        return HealResult(
+            model, before, at.best, lr, at.step, seconds, run.pair.features, **counts, history=history, resumed=resumed
+        )
+
+
+def _store(config: Heal, counts: Mapping[str, int], ranks: Team, accelerator: Any) -> Store | None:
+    """Where checkpoints are, and what two runs must have in common for one to continue the other's."""
+    if config.checkpoint is None:
+        return None
+    names = ("epochs", "steps", "time", "lr", "augment", "blocks", "batch", "seed")
+    settings = {
+        **{name: comparable(getattr(config, name)) for name in names},
+        "mixed_precision": accelerator.mixed_precision if accelerator else "no",
+        **counts,
+        "processes": ranks.size,
+    }
+    return Store(Path(config.checkpoint), "heal", settings, config.checkpoint_every)
+
+
+def _stages(run: Healing, config: Heal, spent: float) -> list[Stage]:
+    """Two cycles of the learning rate for all parameters, the second one careful; or one cycle for each block."""
+    steps = config.limit(run.ranks.total(run.examples.steps_per_epoch) / run.ranks.size)
+    seconds = math.inf if config.time is None else config.time - spent
+    blocks: list[int | None] = [*run.blocks()] if config.blocks else [None, None]
+    shares = [1 / len(blocks)] * len(blocks) if config.blocks else _SHARES
+    stages, left = [], steps
+    for number, (block, share) in enumerate(zip(blocks, shares, strict=True)):
+        length = left - round(steps * sum(shares[number + 1 :])) if math.isfinite(steps) else steps
+        left -= length if math.isfinite(steps) else 0
+        lr = config.lr or _rate(run.trained(block).values(), length if config.blocks else steps)
+        if length:
+            stages.append(Stage(block, lr if config.blocks else lr / _CAREFUL**number, length, share * seconds))
+    return stages
+
+
+@torch.no_grad()
+def _rate(parameters: Iterable[Tensor], steps: float) -> float:
+    """The learning rate at which Adam changes a typical weight matrix by at most about 3 % a step.
+
+    A step changes every entry by about the rate. If the signs agree, the largest singular value of the change is rate x
+    sqrt(rows x columns), while that of weights with root mean square w is about w x (sqrt(rows) + sqrt(columns)).
+    A rule of thumb: on a pruned ResNet56, 16 steps at 3e-4 ended worse than they began, and 140 did not, so that short
+    trials say little about a rate.
+    """
+    rates = [
+        _TURN * float(p.float().square().mean().sqrt()) * 2 / math.sqrt(min(p.shape[0], p[0].numel()))
+        for p in parameters
+        if p.ndim > 1 and p.numel()
+    ]
+    typical = statistics.median(rates) if rates else 1e-3
+    return max(typical, 1e-8) * min(1, math.sqrt(steps / _SHORT))
+
+
+def _check(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch], held: Sequence[Batch]) -> None:
+    if model is teacher:
+        raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"no parameter of {type(model).__name__} can change: call model.requires_grad_(True) first")
+    places = [next((p.device for p in each.parameters()), None) for each in (model, teacher)]
+    if places[0] != places[1]:
+        raise InputError(f"model and teacher are on {places[0]} and {places[1]}: move both to one device")
+    if not held or not batches:
+        raise InputError(
+            f"no held-out examples are left to judge healing by: pass {ENOUGH} or more examples, to prune hold_out=True"
+        )

@@ -1,0 +1,401 @@
+"""`ispasp.prune`: survey, then for each consumer measure, select, compensate, then plan, apply, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ispasp._between import pruned_between
+from ispasp._evaluate import Evaluate, Judge, Scores, check_runs, recalibrate_, scored
+from ispasp._heal import Heal, HealResult, healed
+from ispasp._keep import Keep, Widths, prunable, widths
+from ispasp._options import Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
+from ispasp._proof import Expected, MaskedNetwork, compared, expect, look_closer
+from ispasp._steps import Decisions, Work, decide
+from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
+from ispasp._widths import budget_widths, error_curves, narrowest, output_curves, sample_of
+from ispasp.budget import Budget
+from ispasp.engine.batches import InputOf, Limit, signature
+from ispasp.engine.graphs import TracedGraphs, named_tensors
+from ispasp.engine.runner import Edits, Runner
+from ispasp.engine.task import Loss
+from ispasp.engine.team import SAME_OPTIONS, Team, alike, graphs_alike, team, weights_alike
+from ispasp.errors import InputError, SurgeryError, TraceError
+from ispasp.graph.ops import op_of
+from ispasp.graph.state import copied, one_at_a_time, plain
+from ispasp.graph.trace import check_model, evaluating
+from ispasp.integrations.offload import materialised
+from ispasp.result import Evidence, Result, result_of
+from ispasp.select import Score, Selector
+from ispasp.surgery.fold import Folding, folding
+from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remember_, remove_, set_data
+from ispasp.surgery.trial import Trial
+from ispasp.surgery.verify import telling
+from ispasp.train.objective import LabelLoss
+from ispasp.types import Selection
+from ispasp.types.dimension import TensorLayout, names_in
+from ispasp.types.plan import Plan
+
+
+@suggest_names
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    keep: Keep = 0.5,
+    *,
+    method: str | Selector | Score = "auto",
+    compensate: Compensate = "dense",
+    order: Order = "sequential",
+    kinds: Kinds = KINDS,
+    scope: Scope = "blocks",
+    skip: str | nn.Module | Collection[str | nn.Module] = (),
+    round_to: int | None = None,
+    input_of: InputOf | None = None,
+    examples: Limit = "auto",
+    recalibrate: bool = False,
+    finetune_between: Callable[[nn.Module], Any] | None = None,
+    heal: bool | Heal | None = None,
+    search: int = 0,
+    least: int = 1,
+    curves: bool = False,
+    loss: Loss | None = None,
+    memory: int | None = None,
+    ridge: float | None = None,
+    refit: Refitted = "consumers",
+    evaluate: Evaluate | None = None,
+    hold_out: bool = True,
+    timeout: float = 600.0,
+    progress: bool = True,
+) -> Result:
+    """A smaller copy of a trained model; the model given is not changed.
+
+    A model inside `torch.compile`, DataParallel or DistributedDataParallel is unwrapped: `result.model` is plain.
+
+    `batches`: calibration data, a DataLoader, a list or generator of batches, or one batch. A batch is a Tensor for
+    model(x), a tuple or list for model(*x), a dict or other mapping for model(**x). Labels are not needed: those in
+    (inputs, labels) and in a dict with "labels" or "label" are left out. `input_of=lambda batch: ...` picks the inputs
+    out of anything else.
+    `keep`: the fraction or number of units that stay in every hidden dimension, a mapping from name glob to fraction,
+    number or units, a budget such as `ispasp.Macs(0.5)`, a recipe such as `ispasp.recipes["resnet34-2.69G"]`, a plan.
+
+    Options, by keyword:
+      method       "auto": `obs`, or `l1` with order="global", the best measured without labels (docs/methods.md);
+                   "ispasp" is the paper's; any name from `ispasp.methods()`, a selector such as
+                   `ispasp.select.ISpaSP(iterations=20)`, or a function: statistics -> a score per unit
+      compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
+                   units, None leaves weights alone (but for the scale that `thinet` has of its own)
+      order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense
+                   network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
+      kinds, scope which hidden dimensions, as in `ispasp.survey`
+      skip         hidden dimensions that stay whole: names, globs, or modules that make them
+      examples     how many are taken of the batches, by each process, None for all. "auto": 1,024, and fewer where
+                   examples are large (65,536 tokens, or 256 images of 3 x 224 x 224): beyond that little is gained, at
+                   a cost that grows
+      round_to     widths become multiples of this, e.g. 8
+      search       candidate networks that a budget tries beyond its error curves; each costs a few passes of a sample
+      least        fewest units that a budget leaves in a hidden dimension; 0 lets whole residual branches go
+      recalibrate  estimate BatchNorm statistics anew from the batches afterwards
+      finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
+      heal         True or `ispasp.Heal(...)`: train the pruned model towards the dense one afterwards, without labels;
+                   held-out examples decide, and it never gets worse on them
+      loss         loss(output, batch), a mean over the batch, for methods that look at the task; or, with batches
+                   (inputs, labels), a loss of output and labels such as nn.CrossEntropyLoss(); without one `taylor`
+                   takes labels drawn from the model's own predictions
+      curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
+      evaluate     called with the model before and after, e.g. `lambda model: accuracy(model, loader)`; what it returns
+                   (a number, or a dict of them) is in `result.scores`
+      hold_out     keep about the last eighth of 32 or more examples out of calibration, to judge the pruned model by
+      memory       bytes that waiting activations may take; beyond, batches are run again for every layer
+      refit        "consumers" of what is pruned, or "all" layers from the first pruned one on (slower, a little better)
+      ridge        of compensation, relative to the mean variance of the inputs; None takes for each consumer the one
+                   that does best on held-out examples, which are half of every batch
+      timeout      seconds that a machine waits for the others (torch.distributed)
+      progress     show a bar
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> result = prune(net, [torch.rand(16, 4)], keep=0.5, progress=False)
+    >>> result.model[0], result.layers[0].kept, net[0].out_features
+    (Linear(in_features=4, out_features=4, bias=True), 4, 8)
+    """
+    return _started(locals(), copy=True)
+
+
+@suggest_names
+def prune_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    keep: Keep = 0.5,
+    *,
+    method: str | Selector | Score = "auto",
+    compensate: Compensate = "dense",
+    order: Order = "sequential",
+    kinds: Kinds = KINDS,
+    scope: Scope = "blocks",
+    skip: str | nn.Module | Collection[str | nn.Module] = (),
+    round_to: int | None = None,
+    input_of: InputOf | None = None,
+    examples: Limit = "auto",
+    recalibrate: bool = False,
+    finetune_between: Callable[[nn.Module], Any] | None = None,
+    heal: bool | Heal | None = None,
+    search: int = 0,
+    least: int = 1,
+    curves: bool = False,
+    loss: Loss | None = None,
+    memory: int | None = None,
+    ridge: float | None = None,
+    refit: Refitted = "consumers",
+    evaluate: Evaluate | None = None,
+    hold_out: bool = True,
+    timeout: float = 600.0,
+    optimizer: torch.optim.Optimizer | None = None,
+    progress: bool = True,
+) -> Result:
+    """Make a model smaller in place; options as in `prune`, and `optimizer`, whose state is cut alike.
+
+    On any failure, Ctrl-C included, the model is exactly as before. Inside a wrapper the plain model is changed: what
+    `torch.compile` returned compiles itself again when it is called. Wrap in DistributedDataParallel again to train.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> prune_(net, [torch.rand(16, 4)], keep=2, progress=False).model is net, net[0].out_features
+    (True, 2)
+    """
+    return _started(locals(), copy=False)
+
+
+def _started(arguments: dict[str, Any], *, copy: bool) -> Result:
+    """What is wrong on one machine is an error on all of them, from the options on."""
+    model, batches, timeout = arguments.pop("model"), arguments.pop("batches"), arguments["timeout"]
+    # Ranks must meet to hear that some options are wrong, the timeout among them.
+    waiting = team(float(timeout) if positive(timeout) else Options.timeout)
+    with torch.inference_mode(False), waiting as ranks:  # inference tensors could never be trained
+        with ranks.together("the check of the arguments"):
+            check_model(model)
+            with one_at_a_time(), plain(model) as inner:  # no other thread has fake tensors in this very model now
+                chosen = options_for(inner, arguments)  # wrong options are told before a large model is copied
+                model = copied(inner) if copy else model
+        alike(ranks, "the options of prune", chosen.deciding, SAME_OPTIONS)
+        with plain(model) as inner:
+            return _prune_(inner, batches, chosen, ranks)
+
+
+def _prune_(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team) -> Result:
+    if options.finetune_between is not None:
+        return pruned_between(model, batches, options, options.finetune_between, ranks, _prune_)
+    with one_at_a_time(), ExitStack() as stack:
+        with ranks.together("the loading of offloaded weights"):
+            stack.enter_context(materialised(model))
+        stack.enter_context(evaluating(model))
+        folds = stack.enter_context(folding(model))
+        return _pipeline(model, batches, options, ranks, folds)
+
+
+def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team, folds: Folding) -> Result:
+    """Survey, then for each consumer measure, select, compensate, then plan, apply, verify."""
+    work = _survey(model, batches, options, ranks, folds)
+    with ranks.together("the predictions of the dense model"):
+        judge = Judge(model, work.inputs.held_out(), work.inputs.first)
+    before = scored(options.evaluate, model, ranks)
+    teacher = copied(model) if options.heal else None
+    chosen = _widths(work)
+    work = work.keeping(chosen.counts)
+    with ranks.together("the check of the optimizer"):
+        folds.check(options.optimizer, work.survey.structure.folding(work.counts).folded)
+    given = {name: Selection(kept) for name, kept in chosen.given.items() if name in work.counts}
+    given |= {name: Selection(()) for name, count in work.counts.items() if count == 0}
+    done = decide(work, given)  # for each consumer: measure, select, compensate
+    plan, expected = _plan(work, done)
+    with all_or_nothing() as undo:  # up to the result, so that Ctrl-C leaves no pruned model without one
+        evidence = _verify(work, done, plan, expected, undo)
+        if options.recalibrate:
+            recalibrate_(model, work.inputs.again(), ranks, undo)
+        remember_(model, plan, undo)
+        gain = None if teacher is None else _heal(work, teacher, undo)
+        agreement = judge.agreement(model, ranks)
+        scores = Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None
+        result = result_of(work, chosen, done, plan, evidence, folds, scores, agreement, gain)
+        folds.restore(but=plan.structure.folded)
+        return result
+
+
+# Survey ---------------------------------------------------------------------------------------------------------
+
+
+def _survey(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team, folds: Folding) -> Work:
+    """Survey the model on two examples where it takes so few, and on one batch of every other kind."""
+    weights_alike(ranks, model)
+    with ranks.together("the survey"):
+        inputs = Inputs(model, batches, options)
+        if isinstance(options.loss, LabelLoss):
+            options.loss.check(next(inputs.pairs())[1])
+        try:
+            work = _surveyed_on(inputs.example, model, inputs, options, ranks, folds)
+        except TraceError:
+            if inputs.example is inputs.first:
+                raise
+            work = _surveyed_on(inputs.first, model, inputs, options, ranks, folds)
+        work = replace(work, unread=_unread(work), must_stay=_must_stay(work))
+        _check_keep(work)
+    graphs_alike(ranks, work.survey.analysis.trace, signature(work.example))
+    alike(ranks, "the survey", lambda: _facts_of_survey(work), "calibrate with batches of one shape on all ranks")
+    return work
+
+
+def _surveyed_on(example: Any, model: nn.Module, inputs: Inputs, options: Options, ranks: Team, folds: Folding) -> Work:
+    also = inputs.other_kinds(example)
+    found = survey_kinds(model, example, also, scope=options.scope, kinds=options.kinds, folds=folds)
+    graphs = TracedGraphs(model, found.analysis, example, also)
+    return Work(model, found, graphs, example, inputs, options, ranks, {d.name: d.units for d in found.dimensions})
+
+
+def _check_keep(work: Work) -> None:
+    """Refuse what this model cannot keep, before calibration."""
+    o, survey = work.options, work.survey
+    if isinstance(o.keep, Budget):
+        least = {d.name: narrowest(work, d.name) for d in prunable(survey.dimensions, o.skip)}
+        o.keep.check(survey.cost(), o.keep.count(survey.costs, least))
+    elif work.must_stay:
+        name, why = next(iter(work.must_stay.items()))
+        raise InputError(f"hidden dimension {name!r} cannot go entirely: {why}; keep at least one of its units")
+
+
+def _must_stay(work: Work) -> dict[str, str]:
+    """Hidden dimensions that may lose all their units by `keep`, but cannot, with the reason."""
+    o, dimensions = work.options, work.survey.dimensions
+    if isinstance(o.keep, Budget):
+        wanted = [d.name for d in prunable(dimensions, o.skip)] if o.least == 0 else []
+    else:
+        wanted = [name for name, count in widths(dimensions, o.keep, o.skip, o.round_to).counts.items() if count == 0]
+    if not wanted:
+        return {}
+    trial = Trial(work.model, work.example, work.survey.analysis, work.survey.structure)
+    with telling(work.model):
+        trial.run_without(wanted)
+    return trial.refused
+
+
+def _unread(work: Work) -> dict[str, str]:
+    """Hidden dimensions that are read by a product without a linear form, with the reason."""
+    runner = Runner(work.graphs.of(work.example), work.example, work.tensors, Edits())
+    found: dict[str, str] = {}
+    for site in work.sites:
+        node = site.contraction.node
+        op = op_of(node)
+        if op is None or not op.total:
+            runner.advance(runner.graph.contractions[site.number])
+            if not site.forms(runner.arguments(site.number)):
+                why = f"{site.path} reads it by {node.target} in a way calibration cannot follow"
+                found.update(dict.fromkeys(site.names, why))
+    return found
+
+
+def _facts_of_survey(work: Work) -> dict[str, Any]:
+    """What must be the same on all machines before their statistics are added."""
+    survey, structure = work.survey, work.survey.structure
+    dimensions = {d.name: [d.kind, d.units, list(d.producers), list(d.consumers)] for d in survey.dimensions}
+    return {
+        **{f"hidden dimension {name!r}": facts for name, facts in dimensions.items()},
+        **{f"the layout of {name!r}": layout for name, layout in structure.tensors.items()},
+        "attributes": structure.attributes,
+        "weight norms": structure.weight_norms,
+        "consumers": [[c.kind, sorted(c.parameters)] for c in survey.analysis.tracker.contractions],
+        "what calibration cannot follow": sorted(work.unread),
+        "what cannot go entirely": sorted(work.must_stay),
+    }
+
+
+# Widths ---------------------------------------------------------------------------------------------------------
+
+
+def _widths(work: Work) -> Widths:
+    """How many units stay, by `keep` or by the error curves that a budget is spent by."""
+    o, dimensions = work.options, work.survey.dimensions
+    if isinstance(o.keep, Budget):
+        whole = work.keeping({d.name: d.units for d in prunable(dimensions, o.skip)})
+        batch = sample_of(work.inputs.first, work.inputs.examples)
+        found = output_curves(whole, error_curves(whole, batch), batch)
+        return Widths(budget_widths(whole, found, o.keep, batch), {}, found.curves)
+    chosen = widths(dimensions, o.keep, o.skip, o.round_to)
+    if not o.curves:
+        return chosen
+    return replace(chosen, curves=error_curves(work.keeping(chosen.counts), work.inputs.first).curves)
+
+
+# Plan, apply, verify --------------------------------------------------------------------------------------------
+
+
+def _plan(work: Work, done: Decisions) -> tuple[Plan, Expected]:
+    """The plan, and what the masked network gives: what the pruned model will be compared with."""
+    analysis, structure = work.survey.analysis, work.survey.structure
+    with work.team.together("the plan"):
+        gained = {}
+        for path, number in done.gained.items():
+            extent = analysis.extent(analysis.tracker.contractions[number].made[0])
+            axes = {0: extent} if names_in(extent) else {}
+            gained[f"{path}.bias"] = TensorLayout((len(done.edits.biases[number]),), axes)
+        structure = replace(structure, tensors={**structure.tensors, **gained}, biases=tuple(done.gained))
+        plan = Plan(done.kept, structure.folding(done.kept, also=[*done.edits.tensors, *gained]))
+        net = MaskedNetwork(work.model, analysis, work.graphs, work.example, work.sites, done.edits, done.kept)
+        expected = expect(net)
+    facts = {f"hidden dimension {name!r}": units for name, units in plan.kept.items()}
+    others = {"the layers that gain a bias": plan.structure.biases, "the folded layers": plan.structure.folded}
+    alike(work.team, "the plan", lambda: {**facts, **others}, "report this, and prune in one process")
+    return plan, expected
+
+
+def _apply(work: Work, done: Decisions, plan: Plan, undo: Undo) -> None:
+    """Write new weights, then cut."""
+    for name, value in done.edits.tensors.items():
+        tensor = work.tensors[name]
+        new = torch.empty_like(tensor).copy_(value)  # in the same memory format
+        set_data(tensor, new, tensor.grad, undo)
+    remove_(work.model, plan, undo, work.options.optimizer)
+    for path, number in done.gained.items():
+        bias = work.model.get_parameter(f"{path}.bias")  # surgery has just put it there
+        bias.data = kept_part(f"{path}.bias", done.edits.biases[number], plan).to(bias)
+
+
+def _verify(work: Work, done: Decisions, plan: Plan, expected: Expected, undo: Undo) -> Evidence:
+    """Apply the plan, and prove it; where the model's own precision cannot tell, once more against float64."""
+    with work.team.together("the surgery"):
+        _apply(work, done, plan, undo)
+    with work.team.together("the proof"):
+        evidence = compared(expected, work.model, plan)
+        if not evidence.holds:
+            undo.close()
+            closer = look_closer(expected)
+            if closer is not None:
+                _apply(work, done, plan, undo)
+                evidence = compared(closer, work.model, plan)
+        if not evidence.holds:
+            errors = ((name, error) for name, error in evidence.certificates.items() if error is not None)
+            guilty = next((name for name, error in errors if not error <= evidence.limit), "unknown")
+            raise SurgeryError(
+                f"removing units does not equal masking them (relative error {evidence.error:.1e}, hidden dimension "
+                f"{guilty!r} first): the model is as it was; pass skip=[{guilty!r}] and report this"
+            )
+    with work.team.together("the run on a whole batch"):
+        if work.inputs.divided is not None:
+            check_runs(work.model, work.inputs.divided)
+    return evidence
+
+
+def _heal(work: Work, teacher: nn.Module, undo: Undo) -> HealResult:
+    """Train the pruned model towards the dense one; what surgery did not touch can be taken back as well."""
+    dense = named_tensors(teacher)
+
+    def restore() -> None:
+        with torch.no_grad():
+            for name, tensor in named_tensors(work.model).items():
+                if name in dense and dense[name].shape == tensor.shape:
+                    tensor.copy_(dense[name])
+
+    undo.callback(restore)
+    batches, held = [*work.inputs.again()], work.inputs.held_out()
+    config = work.options.heal if isinstance(work.options.heal, Heal) else Heal()
+    return healed(work.model, teacher, batches, held, config, work.team, progress=work.options.progress)

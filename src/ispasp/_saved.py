@@ -1,0 +1,205 @@
+"""The files of a save: their metadata, checked, and the dense Hugging Face model that the config describes.
+
+`model.safetensors` is the whole save: its metadata hold everything else, so one replaced file is a new save. The JSON
+files beside it are copies; version 1 kept the plan and the configs in them only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook as on_module
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
+
+from ispasp.errors import MissingExtraError, PlanError, SaveError
+from ispasp.files.reading import TensorFile, digest, folder_path, is_regular, memory, opened, parsed, read_bytes
+from ispasp.types.plan import Plan
+
+PLAN, CONFIG, GENERATION, WEIGHTS = "plan.json", "config.json", "generation_config.json", "model.safetensors"
+COPIES = {PLAN: "plan", CONFIG: "config", GENERATION: "generation_config"}  # file name -> key in the metadata
+FILES = (*COPIES, WEIGHTS)
+FORMAT, _VERSION = "ispasp", "2"
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_REMEDY = "pass the dense model: ispasp.load(folder, model)"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Checked metadata of a save, with its still unread tensors."""
+
+    path: Path
+    file: TensorFile
+    plan: Plan
+    texts: Mapping[str, str]  # by file name
+    ties: Mapping[str, str]  # name -> the name that its tensor is stored under
+    unsaved: Mapping[str, torch.dtype]  # of buffers
+    salt: str
+
+    def tensors(self, limit: int) -> dict[str, Tensor]:
+        """The tensors of a file of at most `limit` bytes, after comparing them with their checksum and the ties."""
+        tensors = self.file.tensors(limit)
+        if self.file.metadata.get("tensors_sha256") != digest(tensors, self.salt):
+            raise _changed(self.path)
+        for name, stored in self.ties.items():
+            if name in tensors or stored not in tensors:
+                raise _damaged(self.path, f"{name!r} is tied to {stored!r}")
+        return tensors
+
+
+@contextmanager
+def opened_save(folder: str | os.PathLike[str]) -> Iterator[Saved]:
+    """Open `model.safetensors` in a folder and check its metadata."""
+    folder = folder_path(folder)
+    path = folder / WEIGHTS
+    if not os.path.isdir(folder):  # noqa: PTH112  # False for names that are too long, too
+        raise SaveError(f"{folder} is not a folder: pass the folder that ispasp.save wrote")
+    if not is_regular(path):
+        raise SaveError(f"{folder} has no {WEIGHTS}: pass a folder that ispasp.save wrote to the end")
+    with opened(path) as file:
+        header = file.metadata
+        form, version, about = header.get("format"), header.get("version"), header.get("about", "")
+        if form != FORMAT:
+            raise SaveError(f"{path} was not written by ispasp (format {form!r}): pass a folder that ispasp.save wrote")
+        if version not in ("1", _VERSION):
+            raise SaveError(f"{folder} has version {version!r}; this ispasp reads up to {_VERSION!r}: update ispasp")
+        texts = _texts(header, folder) if version == _VERSION else _texts_beside(header, folder)
+        salt = header["texts_sha256"] if version == _VERSION else about
+        try:
+            plan = Plan.from_json(texts[PLAN])
+        except PlanError as error:
+            raise PlanError(f"{folder}: {error}") from None
+        yield Saved(path, file, plan, texts, *_ties_and_unsaved(about, path), salt)
+
+
+def metadata(
+    texts: Mapping[str, str], ties: Mapping[str, str], unsaved: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The metadata of `model.safetensors`. `texts`: file name -> text of the plan and the configs."""
+    header = {COPIES[name]: text for name, text in texts.items()}
+    header |= {"format": FORMAT, "version": _VERSION, "about": json.dumps({"ties": ties, "unsaved": unsaved})}
+    salt = checksum(header)
+    return header | {"texts_sha256": salt, "tensors_sha256": digest(tensors, salt)}
+
+
+def checksum(header: Mapping[str, str]) -> str:
+    """Checksum of all metadata but the checksums themselves."""
+    texts = sorted((key, text) for key, text in header.items() if key not in ("texts_sha256", "tensors_sha256"))
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def _texts(header: Mapping[str, str], folder: Path) -> dict[str, str]:
+    texts = {name: header[key] for name, key in COPIES.items() if key in header}
+    if header.get("texts_sha256") != checksum(header) or PLAN not in texts:
+        raise _changed(folder / WEIGHTS)
+    for name, text in texts.items():
+        path, data = folder / name, text.encode()
+        if is_regular(path) and (path.stat().st_size != len(data) or read_bytes(path) != data):
+            message = f"{path} is not the one that {WEIGHTS} was saved with, and is ignored: save the model again"
+            warnings.warn(message, stacklevel=5)  # the caller of load
+    return texts
+
+
+def _texts_beside(header: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The texts of version 1, from the files."""
+    if not is_regular(folder / PLAN):
+        raise SaveError(f"{folder} has no {PLAN}: pass a folder that ispasp.save wrote to the end")
+    data = {name: read_bytes(folder / name) for name in COPIES if is_regular(folder / name)}
+    if header.get("plan_sha256") != hashlib.sha256(data[PLAN]).hexdigest():
+        raise SaveError(f"{folder / PLAN} and {WEIGHTS} are not of one save (checksums differ): restore both files")
+    try:
+        return {name: text.decode() for name, text in data.items()}
+    except UnicodeDecodeError:
+        raise SaveError(f"{folder} holds a {', '.join(data)} that is not UTF-8: restore the files") from None
+
+
+def _ties_and_unsaved(text: str, path: Path) -> tuple[dict[str, str], dict[str, torch.dtype]]:
+    try:
+        about = parsed(text)
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
+    parts = list(about.values()) if isinstance(about, dict) and about.keys() == {"ties", "unsaved"} else [None]
+    if not all(isinstance(part, dict) and all(isinstance(v, str) for v in part.values()) for part in parts):
+        raise _damaged(path, f"it says {text[:80]!r}")
+    for name, dtype in about["unsaved"].items():
+        if dtype not in _DTYPES:
+            raise _damaged(path, f"{name!r} is of the dtype {dtype[:80]!r}")
+    return about["ties"], {name: _DTYPES[dtype] for name, dtype in about["unsaved"].items()}
+
+
+def _changed(path: Path) -> SaveError:
+    return SaveError(f"{path} has been changed (checksums differ): copy or save it again")
+
+
+def _damaged(path: Path, reason: str) -> SaveError:
+    return SaveError(f"the metadata of {path} are damaged ({reason}): copy or save it again")
+
+
+def build(saved: Saved) -> nn.Module:
+    """The dense Hugging Face model that the saved config describes, in eval mode."""
+    path = saved.path.with_name(CONFIG)
+    try:
+        data = parsed(saved.texts[CONFIG])
+        name = data["architectures"][0]
+    except (ValueError, LookupError, TypeError) as error:
+        raise SaveError(f"{path} does not say which model to build ({error!r}): {_REMEDY}") from error
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtraError(f"building a {name} needs pip install 'ispasp[transformers]'; or {_REMEDY}") from error
+    try:
+        cls = getattr(transformers, name)
+        if not issubclass(cls, transformers.PreTrainedModel):
+            raise TypeError(f"{name} is not a PreTrainedModel")
+        with torch.random.fork_rng(devices=[]), _bounded(saved):
+            model: nn.Module = cls(cls.config_class.from_dict(data))
+        if GENERATION in saved.texts:
+            model.generation_config = transformers.GenerationConfig.from_dict(parsed(saved.texts[GENERATION]))
+    except Exception as error:
+        if "torchvision::" in "".join(traceback.format_exception(error)):  # it misses its own operators
+            raise MissingExtraError(
+                f"building a {name} imports torchvision, which does not fit this PyTorch {torch.__version__} (its "
+                "compiled part does not load): install the torchvision made for it, or pip uninstall torchvision"
+            ) from error
+        raise SaveError(f"cannot build a {name} from {path} ({error}): {_REMEDY}") from error
+    return model.eval()
+
+
+@contextmanager
+def _bounded(saved: Saved) -> Iterator[None]:
+    """Stop a constructor that makes more than the saved tensors explain, before it fills what it allocates."""
+    layouts, shapes = saved.plan.structure.tensors, saved.file.shapes()
+    numbers = sum(math.prod(layouts[name].shape if name in layouts else shape) for name, shape in shapes.items())
+    left = {
+        "modules": 20 * (len(shapes) + len(saved.ties)) + 1000,  # activations, dropouts and containers among them
+        "bytes": min(memory(), 16 * numbers + 2**26),  # twice float64
+    }
+    thread = threading.get_ident()  # the hooks are called for all threads
+
+    def count(what: str, number: int) -> None:
+        if threading.get_ident() == thread:
+            left[what] -= number
+            if left[what] < 0:
+                raise ValueError(f"it makes more {what} than the saved tensors explain")
+
+    hooks = (
+        on_parameter(lambda _module, _name, value: count("bytes", 0 if value is None else value.nbytes)),
+        on_module(lambda _module, _name, _child: count("modules", 1)),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,363 @@
+"""The steps of pruning, each a function from values to a frozen value, and the orders that loop over them.
+
+For each consumer: `measure` what it reads, `select` the units that stay, `compensate` it for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from ispasp._evaluate import own_labels
+from ispasp._options import Inputs, Options
+from ispasp._survey import Survey
+from ispasp.compensate.refit import Gathered, Refit, Slot, gather, refit, slot, unfitted
+from ispasp.compensate.solve import Halves, Sums
+from ispasp.engine.graphs import TracedGraphs, named_tensors
+from ispasp.engine.runner import Edits, Lockstep, Runner
+from ispasp.engine.sites import Site, Tally, producers, read, sites
+from ispasp.engine.task import TaskLoss, attached, sensitivities
+from ispasp.engine.team import Team
+from ispasp.errors import InputError, IspaspError
+from ispasp.graph.trace import Batch
+from ispasp.report import track
+from ispasp.select import Selector, selector
+from ispasp.select.evidence import descending
+from ispasp.types import Selection, Sensitivity, Statistics
+from ispasp.types.dimension import kept_mask, names_in
+from ispasp.types.statistics import measurable
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is to be pruned, and how. No step changes it. `counts[name]` units of each hidden dimension stay.
+
+    `unread` are hidden dimensions that calibration cannot follow, with the reason, and `must_stay` those that cannot go
+    with all their units.
+    """
+
+    model: nn.Module
+    survey: Survey
+    graphs: TracedGraphs
+    example: Batch  # what the survey ran on
+    inputs: Inputs
+    options: Options
+    team: Team
+    counts: Mapping[str, int]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    must_stay: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def selector(self) -> Selector:
+        """The method."""
+        return selector(self.options.method)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the dense model."""
+        return named_tensors(self.model)
+
+    @cached_property
+    def units(self) -> dict[str, int]:
+        """Number of units of each hidden dimension of the model."""
+        return {d.name: d.units for d in self.survey.dimensions}
+
+    @cached_property
+    def sites(self) -> list[Site]:
+        """Where the hidden dimensions to be pruned are read."""
+        return sites(self.survey.analysis, self.counts)
+
+    @cached_property
+    def stations(self) -> list[Site]:
+        """Where the walk through the network stops: at the sites, with refit="all" at every contraction."""
+        everything = self.options.refit == "all" and self.options.compensate == "dense"
+        every = sites(self.survey.analysis, self.counts, others=True) if everything else self.sites
+        return [s for s in every if all(s.number in graph.contractions for graph in self.graphs.every)]
+
+    @property
+    def needs(self) -> set[str]:
+        """Statistics that the method takes of activations."""
+        return set(self.selector.needs) & set(measurable())
+
+    def keeping(self, counts: Mapping[str, int]) -> Work:
+        """Returns the same work with other widths; what calibration cannot follow stays whole."""
+        return replace(self, counts={name: n for name, n in counts.items() if name not in self.unread})
+
+    def sites_of(self, name: str) -> list[Site]:
+        """Returns where a hidden dimension is read."""
+        return [site for site in self.sites if name in site.names]
+
+    def slot(self, site: Site) -> Slot:
+        """Returns where new weights of a site are stored."""
+        return slot(site, self.graphs, self.model, self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """What has been decided so far, and how the pruned network differs from the dense one."""
+
+    selections: Mapping[str, Selection] = field(default_factory=dict)
+    edits: Edits = field(default_factory=Edits)
+    refits: Mapping[int, Refit] = field(default_factory=dict)  # by contraction
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """Kept units of each hidden dimension."""
+        return {name: selection.kept for name, selection in self.selections.items()}
+
+    @property
+    def gained(self) -> dict[str, int]:
+        """Modules that gain a bias, and the contraction it belongs to."""
+        return {refit.gained: number for number, refit in self.refits.items() if refit.gained}
+
+    def with_selection(self, work: Work, name: str, selection: Selection) -> Decisions:
+        """From here on consumers read the kept units only."""
+        done = replace(self, selections={**self.selections, name: selection})
+        cuts = {site.number: site.cuts(done.kept) for site in work.sites_of(name)}
+        return replace(done, edits=self.edits | Edits(cuts))
+
+    def with_refit(self, number: int, refit: Refit) -> Decisions:
+        """From here on a consumer has its new weight."""
+        return replace(self, refits={**self.refits, number: refit}, edits=self.edits | refit.edits)
+
+
+# The orders -----------------------------------------------------------------------------------------------------
+
+
+def decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
+    """Decide every hidden dimension, in the order that the options ask for. `given` units are taken as they are."""
+    done = _decide(work, given)
+    # Machines that round otherwise must end with the same weights, those of rank 0.
+    tensors = work.team.same(done.edits.tensors)
+    biases = work.team.same({str(number): value for number, value in done.edits.biases.items()})
+    edits = Edits(tensors=tensors, biases={int(number): value for number, value in biases.items()})
+    return replace(done, edits=done.edits | edits)
+
+
+def _decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
+    order, chosen = work.options.order, dict(given)
+    if order != "sequential" and set(work.counts) - set(given):
+        found = measure_all(work, work.inputs.again())
+        found = {name: statistics for name, statistics in found.items() if name not in given}
+        if order == "global":
+            chosen |= select_together(work, found)
+        else:
+            chosen |= {name: select(work, name, statistics) for name, statistics in found.items()}
+    if order != "sequential" and work.options.compensate != "dense":
+        return compensate_at_once(work, chosen)
+    with work.team.together("the reading of the batches"):
+        batches = list(work.inputs.again())
+    return walk(work, batches, chosen)
+
+
+def walk(work: Work, batches: Sequence[Batch], given: Mapping[str, Selection]) -> Decisions:
+    """Go from first to last consumer, each seeing the already pruned ones, in one pass of all batches."""
+    done, options = Decisions(), work.options
+    lockstep = Lockstep(work.graphs, batches, work.tensors, twin=options.compensate == "dense", memory=options.memory)
+    for site in track(work.stations, "pruning", len(work.stations), show=options.progress):
+        for name in work.counts:
+            if name in site.names and name not in done.selections:
+                selection = given.get(name) or select(work, name, measure(work, name, site, lockstep, done))
+                done = done.with_selection(work, name, selection)
+        if done.selections:  # before, there is nothing to compensate for
+            found = compensate(work, site, lockstep, done)
+            done = done if found is None else done.with_refit(site.number, found)
+    return done
+
+
+def compensate_at_once(work: Work, chosen: Mapping[str, Selection]) -> Decisions:
+    """Remove units everywhere, then compensate each consumer with the inputs of the dense network."""
+    done = Decisions()
+    for name in work.counts:
+        done = done.with_selection(work, name, chosen[name])
+    notes: dict[int, str] = {}
+    if work.options.compensate == "local":
+        slots = {site.number: work.slot(site) for site in work.sites}
+        notes = {number: f"not compensated: {where.why_not}" for number, where in slots.items() if not where.weight}
+        data = _gather_all(work, done, slots.keys() - notes.keys())
+        for site in work.sites:
+            if site.number in data:
+                done = done.with_refit(site.number, _refit(work, site, data[site.number], done, slots[site.number]))
+    lockstep = Lockstep(work.graphs, [work.inputs.first], work.tensors, twin=False)
+    for site in work.stations:
+        if site.number not in done.refits:
+            done = done.with_refit(site.number, _without_refit(work, site, lockstep, done, notes.get(site.number, "")))
+    return done
+
+
+# Measure --------------------------------------------------------------------------------------------------------
+
+
+def measure(work: Work, name: str, site: Site, lockstep: Lockstep, done: Decisions) -> Statistics:
+    """Statistics of a hidden dimension at all its consumers, all batches waiting in front of the first one."""
+
+    def of_all(runners: Iterator[Runner]) -> Statistics:
+        tally = Tally(work.selector.parts, work.team.rank, work.team.size)
+        for number, runner in enumerate(runners):
+            rows = [read(at, [name], runner, work.needs, number, _kept_outputs(work, at, done))[name] for at in where]
+            tally.add(name, tuple(reading for some in rows for reading in some), number)
+            if not work.needs:
+                break  # weights are the same for every batch
+        return tally.statistics(work.units[name], [name])
+
+    where = work.sites_of(name)
+    with work.team.together(f"the calibration of {name!r}"):
+        found = lockstep.over(site.number, done.edits, of_all)
+    return with_task(work, {name: found}, done)[name]
+
+
+def measure_all(work: Work, batches: Iterable[Batch]) -> dict[str, Statistics]:
+    """Statistics of every hidden dimension in the dense network, in one pass; memory does not grow with the data."""
+    tally = Tally(work.selector.parts, work.team.rank, work.team.size)
+    with work.team.together("the calibration"):
+        for number, batch in enumerate(track(batches, "calibrating", show=work.options.progress)):
+            for site, runner in stops(work, batch):
+                for name, rows in read(site, sorted(site.names), runner, work.needs, number).items():
+                    tally.add((name, site.number), rows, number)
+    keys = {name: [(name, site.number) for site in work.sites_of(name)] for name in work.counts}
+    return with_task(work, {name: tally.statistics(work.units[name], keys[name]) for name in keys}, Decisions())
+
+
+def stops(work: Work, batch: Batch) -> Iterator[tuple[Site, Runner]]:
+    """Yield a batch in front of one site after the other, in the dense network."""
+    runner = Runner(work.graphs.of(batch), batch, work.tensors, Edits())
+    for site in work.sites:
+        runner.advance(runner.graph.contractions[site.number])
+        yield site, runner
+
+
+def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> dict[str, Statistics]:
+    """Add producers, and sensitivities and task losses in the network as it is now, where the method wants them."""
+    found, needs, loss = dict(found), work.selector.needs, work.options.loss
+    if "producers" in needs:
+        for name, each in found.items():
+            found[name] = replace(each, producers=producers(work.survey.analysis, name, work.tensors))
+    if "sensitivity" in needs:
+        where = [site for site in work.sites if site.names & set(found)]
+        totals: dict[tuple[int, str], Sensitivity] = {}
+        with work.team.together("the sensitivities"):
+            for pair in work.inputs.pairs():
+                parts = sensitivities(
+                    where, work.units, work.graphs, work.tensors, done.edits, pair, loss or own_labels
+                )
+                totals = {key: totals[key] + part if key in totals else part for key, part in parts.items()}
+        found = {name: attached(each, name, work.sites_of(name), totals) for name, each in found.items()}
+    if "task" in needs:
+        pairs = list(work.inputs.pairs())
+        for name, each in found.items():
+            known = work.sites_of(name), work.graphs, work.tensors, done.edits, done.kept
+            found[name] = replace(each, task=TaskLoss(name, *known, pairs, work.team, loss))
+    return found
+
+
+def _kept_outputs(work: Work, site: Site, done: Decisions) -> Tensor | None:
+    """Zero for each output of a consumer that has been removed, else one; None where none has."""
+    made = site.contraction.made
+    extent = work.survey.analysis.extent(made[0]) if len(made) == 1 else ()
+    if not names_in(extent) & set(done.kept):
+        return None
+    device = work.tensors[sorted(site.contraction.parameters)[0]].device
+    return kept_mask(extent, done.kept).double().to(device)
+
+
+# Select ---------------------------------------------------------------------------------------------------------
+
+
+def select(work: Work, name: str, statistics: Statistics) -> Selection:
+    """Let the method choose, from the statistics of all machines; every machine gets the same answer."""
+    total = total_statistics(work.team, statistics)
+    try:
+        selection = work.selector.select(total, work.counts[name])
+    except IspaspError as error:
+        raise type(error)(f"hidden dimension {name!r}: {error}") from error
+    kept = tuple(work.team.same({"kept": torch.tensor(selection.kept, device="cpu")})["kept"].tolist())
+    if kept != selection.kept:  # other hardware may round otherwise: rank 0 decides
+        selection = Selection(kept, scores=selection.scores)
+    return selection if work.options.compensate else replace(selection, factors=work.selector.factors(total, kept))
+
+
+def select_together(work: Work, found: Mapping[str, Statistics]) -> dict[str, Selection]:
+    """Keep as many units in all as the widths ask for, wherever they are; at least one in every hidden dimension.
+
+    Scores are divided by their l2 norm in each hidden dimension, as Michel et al. (2019) do for heads.
+    """
+    choices = {
+        name: work.selector.select(total_statistics(work.team, statistics), work.units[name])
+        for name, statistics in found.items()
+    }
+    if not all(choice.scores for choice in choices.values()):
+        raise InputError(
+            f"method {work.selector.name!r} does not score units one by one, and order='global' ranks scores: choose "
+            "'taylor', 'topk', 'l1', 'l2', 'fpgm' or 'slimming', or another order"
+        )
+    scores = {name: torch.tensor(choice.scores, dtype=torch.float64, device="cpu") for name, choice in choices.items()}
+    scores = work.team.same({name: s / s.norm() if float(s.norm()) > 0 else s for name, s in scores.items()})
+    best = {name: int(descending(s)[0]) for name, s in scores.items()}  # none may vanish
+    free = [(name, unit) for name, s in scores.items() for unit in range(len(s)) if unit != best[name]]
+    values = torch.stack([scores[name][unit] for name, unit in free])
+    spare = sum(work.counts[name] for name in found) - len(best)
+    kept: dict[str, list[int]] = {name: [unit] for name, unit in best.items()}
+    for at in descending(values)[:spare].tolist():
+        kept[free[at][0]].append(free[at][1])
+    return {name: replace(choices[name], kept=tuple(sorted(units))) for name, units in kept.items()}
+
+
+def total_statistics(team: Team, statistics: Statistics) -> Statistics:
+    """Add the statistics of all machines. Mini-batches that no machine had are left out."""
+    parts = [team.sum(part) for part in statistics.parts]
+    with_data = tuple(part for part in parts if any(reading.statistics for reading in part.readings))
+    return replace(team.sum(statistics), parts=with_data)
+
+
+# Compensate -----------------------------------------------------------------------------------------------------
+
+
+def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> Refit | None:
+    """Refit one consumer, or say what it loses as it is; None at a layer that reads nothing pruned and stays."""
+    note = ""
+    if work.options.compensate:
+        where = work.slot(site)
+        if where.weight:
+            cuts, dense = done.edits.cuts.get(site.number, ()), work.options.compensate == "dense"
+            with work.team.together(f"the compensation of {site.path}"):
+                found = lockstep.over(site.number, done.edits, lambda all_: gather(site, all_, cuts, dense=dense))
+            return _refit(work, site, found, done, where)
+        note = f"not compensated: {where.why_not}"
+    return _without_refit(work, site, lockstep, done, note) if site.names else None
+
+
+def _refit(work: Work, site: Site, data: Gathered, done: Decisions, where: Slot) -> Refit:
+    """Add what all machines have gathered, and refit."""
+    first, second = (Sums(**work.team.sum_tensors(s.tensors())) for s in (data.sums.first, data.sums.second))
+    total = replace(data, sums=Halves(first, second), examples=work.team.total(data.examples))
+    return refit(site, total, done.edits.cuts.get(site.number, ()), where, ridge=work.options.ridge)
+
+
+def _without_refit(work: Work, site: Site, lockstep: Lockstep, done: Decisions, note: str) -> Refit:
+    """What a consumer loses on the first batch, after the method's own rescaling."""
+    chosen = {name: done.selections[name].factors for name in sorted(site.names)}
+    factors = {name: values for name, values in chosen.items() if values}
+    where = work.slot(site) if factors else Slot()
+    with work.team.together(f"the error at {site.path}"):
+        found = lockstep.over(
+            site.number, done.edits, lambda all_: unfitted(site, next(all_), factors, done.kept, where)
+        )
+    before, after, size = map(work.team.total, (found.before, found.after, found.size))
+    return replace(found, before=before, after=after, size=size, note=note or found.note)
+
+
+def _gather_all(work: Work, done: Decisions, numbers: Collection[int]) -> dict[int, Gathered]:
+    """Sums for the local compensation of these sites, with the inputs of the dense network, in one pass."""
+    found: dict[int, Gathered] = {}
+    with work.team.together("the compensation"):
+        for count, batch in enumerate(track(work.inputs.again(), "compensating", show=work.options.progress)):
+            for site, runner in stops(work, batch):
+                if site.number in numbers:
+                    cuts = done.edits.cuts.get(site.number, ())
+                    part = gather(site, [runner], cuts, dense=False, first=count)
+                    found[site.number] = found[site.number] + part if site.number in found else part
+    return found

@@ -1,0 +1,340 @@
+"""`ispasp.save` and `ispasp.load`: a pruned model as safetensors and JSON. Nothing is pickled."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import os
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ispasp._saved import CONFIG, COPIES, FILES, FORMAT, GENERATION, PLAN, WEIGHTS, Saved, build, metadata, opened_save
+from ispasp.errors import InputError, IspaspError, PlanError, SaveError
+from ispasp.files.reading import folder_path, opened
+from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
+from ispasp.graph.state import plain
+from ispasp.surgery.remove import (
+    Undo,
+    all_or_nothing,
+    fitting,
+    plans_of,
+    read_number,
+    remember_,
+    remove_,
+    set_data,
+    write_number,
+)
+from ispasp.types.dimension import full_length, kept_length
+from ispasp.types.plan import Plan
+
+_WIDER = 8  # a file may have this many times the bytes of the dense model: float64 where the model has bytes
+_HEADER = 2**27  # bytes of names and metadata
+_AS_SAVED = "build the dense model as it was when saved"
+
+
+class _ModelWithPlan(Protocol):
+    """A pruned model and the plan that made it, such as a `Result`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def save(
+    model: nn.Module | _ModelWithPlan | tuple[nn.Module, Plan],
+    folder: str | os.PathLike[str],
+    plan: Plan | None = None,
+    *,
+    overwrite: bool = False,
+    from_dense: bool = True,
+) -> Path:
+    """Write a pruned model and its plan to a folder; returns the folder.
+
+    Takes the result of `prune`, or a model pruned by `apply_` and its `plan`, as two arguments or a tuple. Writes
+    `model.safetensors` (parameters and persistent buffers, tied ones once) and `plan.json`; for a Hugging Face model
+    also `config.json` (of the dense model) and `generation_config.json`. All or nothing, even if the process is killed.
+    An earlier save is replaced and other files in the folder stay; a dense checkpoint or config of the same name is
+    replaced only with `overwrite=True`. Saving a model twice gives the same bytes.
+
+    A model that was pruned several times is saved with all its plans as one, so that it loads on the dense model;
+    `from_dense=False` writes only the last plan, which fits the model that it was made for.
+
+    >>> import tempfile, torch
+    >>> from ispasp import apply_, load, survey
+    >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> model, x = build(), torch.ones(1, 4)
+    >>> plan = survey(model, x).plan(0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(apply_(model, plan), folder, plan=plan)
+    ...     torch.equal(load(path, build())(x), model(x))
+    True
+    """
+    model, plan = _model_and_plan(model, plan)
+    folder = folder_path(folder)
+    try:
+        with plain(model) as inner:
+            plan = _whole(inner, plan) if from_dense else plan
+            _check_pruned(inner, plan)
+            make_folder(folder)
+            _check_ours(folder, overwrite)
+            with workspace(folder) as fresh:
+                _write(inner, plan, fresh)
+                _publish(fresh, folder)
+    except IspaspError:
+        raise
+    except (OSError, SafetensorError, ValueError, RuntimeError, TypeError) as error:
+        remedy = "choose a folder that can be written, on a disk that is not full"
+        raise SaveError(f"cannot save {type(model).__name__} to {folder} ({error}): {remedy}") from error
+    return folder
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Prune a freshly built dense model as the saved one was, in place, and fill it; returns the model.
+
+    dtypes are those of the file; devices, requires_grad and the training mode are those of `model`; tied tensors are
+    tied again. A missing, unexpected or wrongly shaped tensor is an error, and on any error `model` is as before.
+
+    Without `model`, a Hugging Face model is built from `config.json`, on the CPU and in eval mode, without downloads.
+
+    >>> load("no/such/folder", nn.Linear(2, 2))
+    Traceback (most recent call last):
+    ispasp.errors.SaveError: no/such/folder is not a folder: pass the folder that ispasp.save wrote
+    """
+    with opened_save(folder) as saved:
+        model = build(saved) if model is None else model
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}: pass the dense torch.nn.Module, freshly built")
+        with plain(model) as inner:
+            name, given = saved.plan.structure.model, type(inner)
+            if name not in {cls.__name__ for cls in given.__mro__}:
+                raise SaveError(f"{saved.path} holds a pruned {name}, not a {given.__name__}: pass a dense {name}")
+            size = sum(slot.tensor.nbytes for slot in _slots(inner).values() if not is_lazy(slot.tensor))
+            tensors = saved.tensors(_WIDER * size + _HEADER)
+            with all_or_nothing() as undo:
+                with fitting(inner):
+                    remove_(inner, saved.plan, undo)
+                _fill(inner, saved, tensors, undo)
+                remember_(inner, saved.plan, undo)
+    return model
+
+
+def saved_plan(folder: str | os.PathLike[str]) -> tuple[Plan, bool]:
+    """The plan of a saved model, and whether `load` can build the model itself."""
+    with opened_save(folder) as saved:
+        return saved.plan, CONFIG in saved.texts
+
+
+class _Slot(NamedTuple):
+    """A parameter or buffer in its module's table."""
+
+    table: dict[str, Any]
+    key: str
+    persistent: bool
+
+    @property
+    def tensor(self) -> Any:
+        return self.table[self.key]
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """All parameters and buffers by name; tied ones appear under each of their names."""
+    return {
+        f"{path}.{key}" if path else key: _Slot(table, key, key not in module._non_persistent_buffers_set)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for table in (module._parameters, module._buffers)
+        for key, tensor in table.items()
+        if tensor is not None
+    }
+
+
+def _model_and_plan(given: Any, plan: Plan | None) -> tuple[nn.Module, Plan]:
+    model = given
+    if isinstance(given, tuple) and len(given) == 2 and plan is None:
+        model, plan = given
+    elif not isinstance(given, nn.Module) and plan is None:
+        model, plan = getattr(given, "model", given), getattr(given, "plan", None)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"cannot save a {type(given).__name__}: pass the result of pruning, or a model and plan=...")
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan is a {type(plan).__name__}: pass the ispasp.Plan that was applied to the model")
+    return model, plan
+
+
+def _whole(model: nn.Module, plan: Plan) -> Plan:
+    """All plans of a model as one, if `plan` is the last of them."""
+    plans = plans_of(model)
+    if len(plans) < 2 or plan != plans[-1]:
+        return plan
+    try:
+        whole = reduce(Plan.then, plans)
+        for a in whole.structure.attributes:
+            found, expected = read_number(model.get_submodule(a.module), a.name), kept_length(a.extent, whole.kept)
+            if found != expected:
+                raise PlanError(f"{a.module!r} has {a.name}={found}, the plans leave {expected}")
+    except (PlanError, AttributeError) as error:
+        raise PlanError(
+            f"the {len(plans)} plans of this {type(model).__name__} do not make one ({error}): pass from_dense=False, "
+            "and load it on the model that was pruned last"
+        ) from error
+    return whole
+
+
+def _check_pruned(model: nn.Module, plan: Plan) -> None:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise SaveError(
+                f"{path or 'the model'} ({type(module).__name__}) has an extra state, which needs pickle: remove "
+                "get_extra_state, or save it yourself"
+            )
+    tensors = {name: slot.tensor for name, slot in _slots(model).items()}
+    for name, tensor in tensors.items():
+        if is_lazy(tensor) or tensor.is_meta:
+            raise SaveError(f"{name!r} has no data yet: run the model once, on a real device, before saving it")
+    for name, layout in plan.structure.tensors.items():
+        axes = layout.axes
+        expected = tuple(kept_length(axes[i], plan.kept) if i in axes else n for i, n in enumerate(layout.shape))
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != expected:
+            raise PlanError(
+                f"the plan leaves {name!r} with shape {expected}, {type(model).__name__} has {found or 'none'}: "
+                "save the model that this plan was applied to"
+            )
+
+
+def _check_ours(folder: Path, overwrite: bool) -> None:
+    found = [name for name in FILES if os.path.lexists(folder / name)]
+    for name in found:
+        if (folder / name).is_dir():
+            raise SaveError(f"{folder / name} is a folder, in the place of a file: choose another folder")
+    if not found or overwrite:
+        return
+    try:
+        with opened(folder / WEIGHTS) as file:
+            ours = file.metadata.get("format") == FORMAT
+    except SaveError:
+        ours = False
+    if not ours:
+        raise SaveError(
+            f"{folder} holds {', '.join(found)} that ispasp did not write: choose another folder, or overwrite=True"
+        )
+
+
+def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
+    texts = {PLAN: plan.to_json()}
+    if hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained"):
+        _write_configs(model, plan, folder)
+        configs = (name for name in (CONFIG, GENERATION) if (folder / name).exists())
+        texts |= {name: (folder / name).read_text(encoding="utf-8") for name in configs}
+    for name, text in texts.items():
+        write_bytes(folder / name, text.encode())
+    tensors, ties, unsaved = _tensors(model)
+    write_tensors(folder / WEIGHTS, tensors, metadata(texts, ties, unsaved, tensors))
+    with opened(folder / WEIGHTS):
+        pass  # never publish a file that safetensors cannot read, such as one with too large a header
+
+
+def _write_configs(model: Any, plan: Plan, folder: Path) -> None:
+    """Write the dense config of a Hugging Face model, without importing transformers."""
+    holder: Any = nn.Module()
+    holder.config = copy.deepcopy(model.config)
+    for attribute in plan.structure.attributes:
+        if not attribute.module and attribute.name.startswith("config."):
+            write_number(holder, attribute.name, full_length(attribute.extent))
+    holder.config.architectures = [type(model).__name__]
+    holder.config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
+    """Tensors by name, the other names of tied ones, and the dtypes of non-persistent buffers."""
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    unsaved: dict[str, str] = {}
+    storages: set[int] = set()
+    for name, slot in _slots(model).items():
+        tensor = slot.tensor
+        if not slot.persistent:
+            unsaved[name] = str(tensor.dtype).removeprefix("torch.")
+        elif id(tensor) in names:
+            ties[name] = names[id(tensor)]
+        else:
+            names[id(tensor)] = name
+            flat = tensor.detach().cpu().contiguous()
+            storage = flat.untyped_storage().data_ptr()  # safetensors refuses two views of one storage
+            tensors[name] = flat.clone() if flat.numel() and storage in storages else flat
+            storages.add(storage)
+    return tensors, ties, unsaved
+
+
+def _publish(fresh: Path, folder: Path) -> None:
+    """Move the new files into place. The first move decides: before it the old save loads, after it the new one."""
+    publish(fresh / WEIGHTS, folder / WEIGHTS)
+    try:
+        for name in COPIES:
+            if (fresh / name).exists():
+                publish(fresh / name, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+        sync_folder(folder)
+    except OSError as error:
+        raise SaveError(f"{folder} is saved and loads, but {name} is not renewed ({error}): save it again") from error
+
+
+def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: Undo) -> None:
+    slots = _slots(model)
+    persistent = {name: slot for name, slot in slots.items() if slot.persistent}
+    _check_names(set(persistent), {*tensors, *saved.ties}, saved.path)
+    for name, other in saved.ties.items():
+        slot, source = persistent[name], persistent[other].tensor
+        if isinstance(slot.tensor, nn.Parameter) != isinstance(source, nn.Parameter):
+            raise SaveError(
+                f"{name!r} and {other!r} are tied in {saved.path}; the model given has a parameter and a buffer"
+            )
+        _check_tensor(name, slot.tensor, tensors[other], saved.path)
+        undo.callback(operator.setitem, slot.table, slot.key, slot.tensor)
+        slot.table[slot.key] = source
+    filled: dict[int, str] = {}
+    for name, value in tensors.items():
+        tensor = persistent[name].tensor
+        _check_tensor(name, tensor, value, saved.path)
+        if id(tensor) in filled:
+            first = filled[id(tensor)]
+            raise SaveError(f"{name!r} and {first!r} are tied in the model given, not in {saved.path}: untie them")
+        filled[id(tensor)] = name
+        set_data(tensor, torch.empty_like(tensor.data, dtype=value.dtype).copy_(value.detach()), None, undo)
+    for name, dtype in saved.unsaved.items():  # the constructor makes these; repeat a cast, as by .half()
+        if name in slots and (tensor := slots[name].tensor).dtype != dtype:
+            _check_dtype(name, tensor, dtype, saved.path)
+            set_data(tensor, tensor.data.to(dtype), None, undo)
+
+
+def _check_names(needed: set[str], found: set[str], path: Path) -> None:
+    wrong = (("lacks", sorted(needed - found)), ("has in excess", sorted(found - needed)))
+    texts = [f"{what} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" for what, names in wrong if names]
+    if texts:
+        raise SaveError(f"{path} {' and '.join(texts)}: {_AS_SAVED}")
+
+
+def _check_tensor(name: str, tensor: Tensor, value: Tensor, path: Path) -> None:
+    if tensor.is_meta or is_lazy(tensor):
+        raise SaveError(f"{name!r} of the model given has no data: build the dense model on a real device")
+    found, needed = tuple(value.shape), tuple(tensor.shape)
+    if found != needed:
+        raise SaveError(f"{name!r} has shape {found} in {path}, the pruned model needs {needed}: {_AS_SAVED}")
+    _check_dtype(name, tensor, value.dtype, path)
+
+
+def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, path: Path) -> None:
+    if (tensor.is_floating_point(), tensor.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
+        raise SaveError(f"{name!r} is {dtype} in {path}, {tensor.dtype} in the model given: {_AS_SAVED}")

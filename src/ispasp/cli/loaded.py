@@ -1,0 +1,203 @@
+"""A model and examples that the command line has loaded, and which output of the model each label is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ispasp.cli.options import Wanted
+from ispasp.cli.preprocessing import IMAGENET, Preprocessing
+from ispasp.errors import InputError, failing_as
+from ispasp.graph.trace import evaluating, run
+from ispasp.types.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model in eval mode. `spec` is what was typed."""
+
+    model: nn.Module
+    spec: str
+    input_size: tuple[int, ...] | None = None  # of one example, if known
+    preprocessing: Preprocessing = IMAGENET
+    tokenizer: str = ""  # folder or hub name
+    warnings: tuple[str, ...] = ()
+    plan: Plan | None = None  # of a pruned model
+    names: tuple[str, ...] = ()  # of the outputs, if known
+
+    @property
+    def config(self) -> Any:
+        """The config of a Hugging Face model; None for other models."""
+        return getattr(self.model, "config", None) if hasattr(self.model, "main_input_name") else None
+
+    @property
+    def keyword(self) -> str:
+        """The main input of a Hugging Face model; empty for other models."""
+        return str(getattr(self.model, "main_input_name", "")) if self.config is not None else ""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it is a Hugging Face model that takes tokens."""
+        return self.keyword in ("input_ids", "decoder_input_ids")
+
+    @property
+    def longest(self) -> int:
+        """The most tokens a text may have, according to the config."""
+        told = getattr(self.config, "max_position_embeddings", None)
+        return told if isinstance(told, int) and told > 0 else sys.maxsize
+
+    @property
+    def parameters(self) -> set[str]:
+        """The parameter names of the forward."""
+        return set(inspect.signature(self.model.forward).parameters)
+
+    def call(self, x: Tensor) -> Any:
+        """Return the input in the model's dtype, as keyword arguments for a Hugging Face model."""
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), x.dtype)
+        x = x.to(dtype) if x.is_floating_point() else x
+        return self.complete({self.keyword: x}) if self.keyword else x
+
+    def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Add the other arguments that a Hugging Face forward needs: no cache, and inputs of a decoder."""
+        if "use_cache" in self.parameters:
+            batch["use_cache"] = False
+        if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in self.parameters:
+            batch.setdefault("decoder_input_ids", batch[self.keyword])
+        return batch
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Examples that `read(numbers)` makes into a batch for the model. `text` names them in messages.
+
+    `remedy` says what to do if the model does not run on them.
+    """
+
+    count: int
+    read: Callable[[Sequence[int]], Any]
+    text: str
+    labels: Tensor | None = None
+    warnings: tuple[str, ...] = ()
+    tokenizer: Any = None  # of texts
+    classes: tuple[str, ...] = ()  # names of labels 0, 1, ...; empty if labels are the model's outputs
+    remedy: str = "pass data as this model takes it"
+    preprocessing: Preprocessing | None = None  # of images
+
+    def some(self, number: int) -> list[int]:
+        """The numbers of that many examples, spread evenly so that a sorted folder yields all its classes."""
+        number = min(number, self.count)
+        return [i * self.count // number for i in range(number)]
+
+    def loader(
+        self, batch_size: int, *, numbers: Sequence[int] | None = None, labelled: bool = False, shuffle: bool = False
+    ) -> DataLoader[Any]:
+        """Return batches of inputs; with `labelled`, (inputs, labels) or a dict with "labels"."""
+        chosen = cast("Dataset[int]", range(self.count) if numbers is None else numbers)
+        return DataLoader(chosen, batch_size, shuffle=shuffle, collate_fn=self._labelled if labelled else self.read)
+
+    def needed_labels(self) -> Tensor:
+        """Return the labels, or raise if there are none."""
+        if self.labels is None:
+            raise InputError(
+                f"{self.text} have no labels: pass an image folder with one sub-folder per class, an .npz or a "
+                "table (.csv, .tsv) with --labels NAME, or hf-dataset:NAME"
+            )
+        return self.labels
+
+    def _labelled(self, numbers: Sequence[int]) -> Any:
+        x, y = self.read(numbers), self.needed_labels()[torch.as_tensor(numbers)]
+        return {**x, "labels": y} if isinstance(x, Mapping) else (x, y)
+
+
+def runs(loaded: Loaded, examples: Examples) -> Any:
+    """Return the output on the first and last (for texts: longest) example, or raise an error that users understand."""
+    batch = examples.read(sorted({0, examples.count - 1}))
+    what = f"{loaded.spec} does not run on {examples.text}"
+    with failing_as(InputError, what, examples.remedy), evaluating(loaded.model):
+        return run(loaded.model, batch)
+
+
+def numbered(names: Sequence[str], among: Sequence[str] = ()) -> tuple[Tensor, tuple[str, ...]]:
+    """Return the label of every example, and the class names in alphabetical order; none if names are numbers.
+
+    `among` names classes that may have no example."""
+    classes = sorted({*names, *among})
+    if all(name.isdecimal() for name in classes):
+        return torch.tensor([int(name) for name in names]), ()
+    index = {name: i for i, name in enumerate(classes)}
+    return torch.tensor([index[name] for name in names]), tuple(classes)
+
+
+def pictures(
+    count: int,
+    picture: Callable[[int], Any],
+    text: str,
+    labels: Tensor | None,
+    loaded: Loaded,
+    wanted: Wanted,
+    classes: tuple[str, ...] = (),
+) -> Examples:
+    """Return examples made of RGB images of PIL, `picture(0)` to `picture(count - 1)`."""
+    prepare = loaded.preprocessing.changed(wanted)
+
+    def read(numbers: Sequence[int]) -> Any:
+        return loaded.call(torch.stack([prepare.image(picture(int(i))) for i in numbers]))
+
+    remedy = f"pass --size, the side of the images that it takes (now {prepare.size}), or other data"
+    return Examples(count, read, text, labels, classes=classes, remedy=remedy, preprocessing=prepare)
+
+
+def matched(examples: Examples, outputs: int, names: Sequence[str] = ()) -> Examples:
+    """Return the examples with outputs of the model as labels; `names` of the outputs, if known."""
+    labels = examples.needed_labels()
+    if examples.classes:
+        index = _index(examples.classes, outputs, names)
+        if index is None:
+            raise InputError(
+                f"{examples.text} have {len(examples.classes)} classes, such as {examples.classes[0]!r}, the model has "
+                f"{outputs:,} outputs: name the classes by output, from 0 to {outputs - 1}, or as the model does"
+            )
+        labels = torch.tensor(index)[labels]
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= outputs:
+        wrong = f"up to {highest}" if highest >= outputs else f"from {lowest} on"
+        raise InputError(
+            f"{examples.text} have labels {wrong}, the model has {outputs:,} outputs: pass data of its classes"
+        )
+    return replace(examples, labels=labels)
+
+
+def _index(classes: Sequence[str], outputs: int, names: Sequence[str]) -> list[int] | None:
+    """Return the output of every class: by name, else in alphabetical order if there are as many of both."""
+    for known in (names, _synsets(classes, outputs)):
+        plain = [_plain(name) for name in known]
+        unique = {name for name, times in Counter(plain).items() if times == 1}
+        if len(known) == outputs and all(_plain(name) in unique for name in classes):
+            return [plain.index(_plain(name)) for name in classes]
+    return list(range(outputs)) if len(classes) == outputs else None
+
+
+def _synsets(classes: Sequence[str], outputs: int) -> Sequence[str]:
+    """Return ImageNet's names of its classes, such as n01440764, if these are some."""
+    if outputs != 1000 or not all(re.fullmatch(r"n\d{8}", name) for name in classes) or find_spec("timm") is None:
+        return ()
+    from ispasp.integrations.torchvision import import_torchvision
+
+    import_torchvision()  # timm imports it
+    from timm.data.imagenet_info import ImageNetInfo
+
+    return [str(name) for name in ImageNetInfo().label_names()]  # type: ignore[no-untyped-call]
+
+
+def _plain(name: str) -> str:
+    return " ".join(re.split(r"[\s_-]+", name.casefold().strip(" _-")))

@@ -1,0 +1,347 @@
+"""Where hidden dimensions are read and made: consumer sites with the statistics taken there, and producers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ispasp.engine.batches import real_rows
+from ispasp.engine.runner import Cut, Runner, execute
+from ispasp.errors import InputError, IspaspError
+from ispasp.graph.analyse import Analysis, owner
+from ispasp.graph.atoms import resolve
+from ispasp.graph.ops import Arguments, Form, along, forms, given_to, output_channels, scale, tail
+from ispasp.graph.track import Contraction, Value
+from ispasp.types import Consumer, ConvConsumer, Producer, Reading, Statistics
+from ispasp.types.dimension import Extent, Factor, Kept, checked_tensor, kept_mask, names_in
+from ispasp.types.statistics import STATISTICS, measurable
+
+T = TypeVar("T")
+Rows = tuple[Reading, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One contraction: its number in the analysis, its module path, and the axes of activations it sums over."""
+
+    number: int
+    path: str
+    contraction: Contraction
+    extents: tuple[tuple[int, Extent], ...]
+    _cache: dict[str, tuple[Sequence[Any], Any]] = field(default_factory=dict)  # what was made of weights only
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Hidden dimensions that are read here."""
+        return frozenset(name for _, extent in self.extents for name in names_in(extent))
+
+    def cuts(self, kept: Kept) -> list[Cut]:
+        """Returns what it reads of the kept units."""
+        return [
+            Cut(self.contraction.data, dim, kept_mask(extent, kept))
+            for dim, extent in self.extents
+            if names_in(extent) & set(kept)
+        ]
+
+    def activations(self, arguments: Arguments) -> Tensor:
+        """Returns the argument that holds activations."""
+        found: Tensor = self.contraction.data.get(arguments)
+        return found
+
+    def unpadded(self, runner: Runner) -> Arguments:
+        """Returns what it reads, with zeros for padding tokens: sums then do not count them."""
+        arguments = runner.arguments(self.number)
+        x = self.activations(arguments)
+        real = real_rows(x, runner.padding)
+        if real is None:
+            return arguments
+        kept = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
+        return self.contraction.data.put(arguments, x.masked_fill(~kept, 0))
+
+    def forms(self, arguments: Arguments) -> Sequence[Form]:
+        """Returns its products in linear form; cached for a weight, unless rows are divided among experts."""
+        x = self.activations(arguments)
+        weights = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor) and v is not x]
+        found: Sequence[Form] = self._cached(
+            "forms", weights, lambda: forms(self.contraction.node, arguments, self.contraction.data)
+        )
+        if len(found) > 1:
+            del self._cache["forms"]
+        return found
+
+    def _cached(self, key: str, given: Sequence[Any], make: Callable[[], T]) -> T:
+        """Returns what was made before of the same objects, or of tensors of the same values."""
+        known = self._cache.get(key)
+        if known is None or len(known[0]) != len(given) or not all(map(_same, known[0], given)):
+            known = self._cache[key] = (given, make())
+        found: T = known[1]
+        return found
+
+    def units_of(self, name: str, x: Tensor) -> Tensor:
+        """Returns the unit of a hidden dimension that each entry of the activations belongs to, -1 for none."""
+        found = torch.full((1,) * x.ndim, -1, device="cpu")
+        for dim, extent in self.extents:
+            if name in names_in(extent):
+                found = torch.maximum(found, along(units_along(extent, name), dim, x.ndim))
+        return found.to(x.device).expand(x.shape)
+
+    def products(
+        self, names: Sequence[str], arguments: Arguments, outputs: Tensor | None
+    ) -> Iterator[tuple[Tensor, dict[str, Consumer]]]:
+        """Yield the input H of each product, and its consumer as seen from each of the hidden dimensions.
+
+        `outputs` are factors on the outputs, such as those of a BatchNorm right after.
+        """
+        x = self.activations(arguments)
+        found = self.forms(arguments)
+        if not found:
+            raise InputError(f"{self.path} reads it by {self.contraction.node.target}, which has no linear form")
+        for product in found:
+            H = product.arrange(x)
+            if not H.numel():  # an expert that got no token
+                H = H.new_zeros(1, *H.shape[1:])
+            consumer = self._scaled(product.consumer, outputs)
+            yield H, {name: self._for_units(name, product, consumer, x) for name in names}
+
+    def _scaled(self, consumer: Consumer, factor: Tensor | None) -> Consumer:
+        if factor is None or len(factor) != consumer.outputs:
+            return consumer
+        return self._cached("scaled", [consumer.weight, factor], lambda: replace(consumer, scale=factor))
+
+    def _for_units(self, name: str, product: Form, consumer: Consumer, x: Tensor) -> Consumer:
+        """The consumer with the unit of each of its channels."""
+
+        def make() -> Consumer:
+            units = self._channel_units(consumer, product.arrange(self.units_of(name, x)), name, x)
+            return replace(consumer, units=units)
+
+        return self._cached(f"units of {name}", [consumer], make)
+
+    def _channel_units(self, consumer: Consumer, arranged: Tensor, name: str, x: Tensor) -> Tensor:
+        if not arranged.numel():  # no row to look at: the contracted dimension is the last
+            ((_, extent),) = self.extents
+            return units_along(extent, name).to(x.device)
+        first = arranged[0] if arranged.ndim > 1 else arranged
+        while first.ndim > 1:
+            first = first[:, 0] if isinstance(consumer, ConvConsumer) else first[0]
+        return first.contiguous()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
+
+
+def sites(analysis: Analysis, wanted: Collection[str], *, others: bool = False) -> list[Site]:
+    """Returns the contractions that read one of these hidden dimensions, in graph order; with `others` all."""
+    found = []
+    order = {node: k for k, node in enumerate(analysis.trace.graph.nodes)}
+    for number, contraction in enumerate(analysis.tracker.contractions):
+        path = ", ".join(sorted({owner(name) or name for name in contraction.parameters}))
+        site = Site(number, path, contraction, _extents(analysis, contraction, wanted))
+        if site.names or others:
+            found.append(site)
+    return sorted(found, key=lambda site: order[site.contraction.node])
+
+
+def _extents(analysis: Analysis, contraction: Contraction, wanted: Collection[str]) -> tuple[tuple[int, Extent], ...]:
+    value = analysis.tracker.values[contraction.data.get(given_to(contraction.node))]
+    assert isinstance(value, Value)  # noqa: S101  # the rule put it there
+    read = {analysis.names.get(atom) for axis in contraction.contracted for s in resolve(axis) for atom in s}
+
+    def only(factor: Factor) -> Factor:
+        return factor if factor[0] in read and factor[0] in wanted else (None, factor[1])
+
+    return tuple(
+        (dim, tuple(tuple(map(only, segment)) for segment in analysis.extent(value.axes[dim])))
+        for dim in contraction.dims
+    )
+
+
+def units_along(extent: Extent, name: str) -> Tensor:
+    """Unit of each position of an axis, -1 outside: 0 0 1 1 for units of two channels. (full length,)"""
+    parts = []
+    for segment in extent:
+        inside = any(n == name for n, _ in segment)
+        index = torch.full((1,), 0 if inside else -1, device="cpu")
+        for n, size in segment:
+            step = torch.arange(size, device="cpu") if n == name else torch.zeros(size, dtype=torch.long, device="cpu")
+            index = (index[:, None] + step[None, :]).flatten()
+        parts.append(index)
+    return torch.cat(parts)
+
+
+# Statistics -----------------------------------------------------------------------------------------------------
+
+
+def read(
+    site: Site, names: Sequence[str], runner: Runner, needs: Collection[str], batch: int, outputs: Tensor | None = None
+) -> dict[str, Rows]:
+    """Take statistics of one batch in front of a site, for several of the hidden dimensions it reads.
+
+    The sums are the same for all of them and taken once. `outputs` are more factors on the outputs.
+    """
+    factor = scale(runner.graph.tails[site.number], runner.fixed)
+    if outputs is not None:
+        factor = outputs if factor is None else factor * outputs
+    found: dict[str, list[Reading]] = {name: [] for name in names}
+    try:
+        for H, consumers in site.products(names, site.unpadded(runner), factor):
+            reading = measure(next(iter(consumers.values())), H, needs)
+            for name, consumer in consumers.items():
+                found[name].append(Reading(consumer, *reading.statistics.values()))
+    except IspaspError as error:
+        where = ", ".join(map(repr, names))
+        raise type(error)(f"hidden dimension {where}, read by {site.path}, batch {batch}: {error}") from error
+    return {name: tuple(rows) for name, rows in found.items()}
+
+
+def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",)) -> Reading:
+    """Take statistics of a batch: sums in float64, whatever the dtype of H.
+
+    H is what the consumer gets: (..., channels) for a linear one, (batch, channels, *size) for a convolution.
+    `needs` names the statistics: "moment" sum of H over the data (positions too where the consumer treats them
+    alike), "magnitude" sum of |H|, "gram" sum of X X^T over the patches X that meet the weight, and those added with
+    `register_statistic`.
+
+    >>> from ispasp.types import LinearConsumer
+    >>> r = measure(LinearConsumer(torch.ones(1, 2)), torch.tensor([[1.0, -2.0], [3.0, -4.0]]), ["moment", "gram"])
+    >>> r.moment.maps[()], r.gram.total
+    (tensor([ 4., -6.], dtype=torch.float64),
+     tensor([[[ 10., -14.], [-14.,  20.]]], dtype=torch.float64))
+    """
+    _check(consumer, H, needs)
+    H = H.detach() if H.is_floating_point() else H.double()  # a graph would keep all activations; |-128| is no int8
+    taken = [kind.measure(consumer, H) for name, kind in STATISTICS.items() if name in needs]
+    for total in (total for statistic in taken for total in statistic.tensors().values()):
+        bad = ~torch.isfinite(total)  # one NaN or Inf in the data shows in the sum
+        if bool(bad.any()):
+            raise InputError(
+                f"activations hold NaN or Inf ({int(bad.sum())} of {total.numel()} sums are not finite): "
+                "check the calibration data and the layers before, or run them in float32"
+            )
+    return Reading(consumer, *taken)
+
+
+def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
+    if not isinstance(consumer, Consumer):
+        raise InputError(f"the consumer is a {type(consumer).__name__}: pass a LinearConsumer or a ConvConsumer")
+    checked_tensor("H", H)
+    if isinstance(needs, str) or not isinstance(needs, Collection):
+        raise InputError(f"needs={needs!r}: pass a list of statistics, such as ['moment']")
+    unknown = set(needs) - set(measurable())
+    if unknown:
+        raise InputError(f"unknown statistic {sorted(unknown)}: choose from {measurable()}")
+    conv = isinstance(consumer, ConvConsumer)
+    axes = consumer.weight.ndim if conv else max(H.ndim, 1)
+    if H.ndim != axes or H.shape[1 if conv else -1] != consumer.channels:
+        expected = f"(batch, {consumer.channels}, *size)" if conv else f"(..., {consumer.channels})"
+        raise InputError(
+            f"activations of shape {tuple(H.shape)} do not fit a consumer that reads {expected}: "
+            "pass the tensor that enters the layer"
+        )
+    if H.numel() == 0:
+        raise InputError(f"activations of shape {tuple(H.shape)} hold no data: pass at least one example")
+
+
+class Tally:
+    """Sums of readings under keys. With `parts` > 0 they are also kept apart for so many mini-batches.
+
+    Batch k goes to part k mod `parts`, so memory does not grow with the number of batches. Several machines count their
+    batches round robin, as a distributed sampler deals them out: batch k of machine r of m is number k m + r.
+    """
+
+    def __init__(self, parts: int = 0, machine: int = 0, machines: int = 1) -> None:
+        """Start with nothing."""
+        self._parts = parts
+        self._machine, self._machines = machine, machines
+        self._sums: dict[tuple[int | None, Hashable], Rows] = {}
+
+    def add(self, key: Hashable, rows: Rows, batch: int) -> None:
+        """Add the readings of one batch."""
+        parts = [(batch * self._machines + self._machine) % self._parts] if self._parts else []
+        for at in ((part, key) for part in (None, *parts)):
+            known = self._sums.get(at)
+            self._sums[at] = rows if known is None else tuple(a + b for a, b in zip(known, rows, strict=True))
+
+    def statistics(self, units: int, keys: Sequence[Hashable]) -> Statistics:
+        """Returns what was added under these keys. Parts that got no batch of this machine hold no data."""
+        whole = [self._sums[None, key] for key in keys]
+        parts = []
+        for part in range(self._parts):
+            rows = [
+                self._sums.get((part, key)) or tuple(Reading(row.consumer) for row in known)
+                for key, known in zip(keys, whole, strict=True)
+            ]
+            parts.append(Statistics(units, tuple(reading for some in rows for reading in some)))
+        return Statistics(units, tuple(reading for some in whole for reading in some), parts=tuple(parts))
+
+
+# Producers ------------------------------------------------------------------------------------------------------
+
+
+def producers(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> tuple[Producer, ...]:
+    """Every layer that makes the hidden dimension, or the embeddings that do: one row of weights for each channel."""
+    found = []
+    for contraction in analysis.tracker.contractions:
+        if any(name in names_in(analysis.extent(axis)) for axis in contraction.made):
+            found += list(_layers(analysis, contraction, name, tensors))[:1]
+    if found:
+        return tuple(found)
+    (paths,) = (item.producers for item in analysis.found if item.name == name)
+    in_products = {parameter for contraction in analysis.tracker.contractions for parameter in contraction.parameters}
+    for parameter, value in analysis.tensors.items():
+        if parameter not in in_products and (owner(parameter) or parameter) in paths:
+            for dim, units in _made_along(analysis, value, name):
+                rows = tensors[parameter].detach().movedim(dim, 0).flatten(1)
+                found.append(Producer(rows, units.to(rows.device)))
+    return tuple(found)
+
+
+def _made_along(analysis: Analysis, value: Value, name: str) -> Iterator[tuple[int, Tensor]]:
+    """The axes of a matrix that hold a hidden dimension, and the unit of each of their positions."""
+    for dim, axis in enumerate(value.axes if len(value.axes) > 1 else ()):
+        extent = analysis.extent(axis)
+        if name in names_in(extent):
+            yield dim, units_along(extent, name)
+
+
+def _layers(
+    analysis: Analysis, contraction: Contraction, name: str, tensors: Mapping[str, Tensor]
+) -> Iterator[Producer]:
+    for node in contraction.node.all_input_nodes:
+        value = analysis.tracker.values.get(node)
+        if isinstance(value, Value) and value.parameters == contraction.parameters:
+            for dim, units in _made_along(analysis, value, name):
+                rows = _evaluate(analysis, node, tensors).detach().movedim(dim, 0).flatten(1)
+                yield Producer(rows, units.to(rows.device), _gamma(analysis, contraction, tensors, len(rows)))
+
+
+def _evaluate(analysis: Analysis, node: fx.Node, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The value of a node that depends on parameters only, such as a normalised weight."""
+    if node.op == "placeholder":
+        return tensors[analysis.trace.sources[node.name].name]
+
+    def look_up(n: fx.Node) -> Tensor:
+        return _evaluate(analysis, n, tensors)
+
+    args, kwargs = fx.node.map_arg(node.args, look_up), fx.node.map_arg(node.kwargs, look_up)
+    value: Tensor = execute(analysis.trace.module, node, args, kwargs)
+    return value
+
+
+def _gamma(analysis: Analysis, contraction: Contraction, tensors: Mapping[str, Tensor], channels: int) -> Tensor | None:
+    """Weight of the BatchNorm right after the layer."""
+    channel = output_channels(contraction.node)
+    norm = None if channel is None else tail(contraction.node, channel, analysis.trace.sources).norm
+    if norm is None or not isinstance(norm.args[1], fx.Node) or norm.args[1].op != "placeholder":
+        return None
+    gamma = tensors[analysis.trace.sources[norm.args[1].name].name]
+    return gamma.detach() if len(gamma) == channels else None

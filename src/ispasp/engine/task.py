@@ -1,0 +1,139 @@
+"""What methods that look at the task get to see: sensitivities of units, and the loss of any choice of units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ispasp.engine.batches import Pair, tensors_of
+from ispasp.engine.graphs import TracedGraphs
+from ispasp.engine.runner import Edits, Runner
+from ispasp.engine.sites import Site
+from ispasp.engine.team import Team
+from ispasp.errors import InputError
+from ispasp.types import Reading, Sensitivity, Statistics
+from ispasp.types.dimension import Kept
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def checked_loss(value: Any) -> Tensor:
+    """Returns the loss if it is one finite number."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise InputError(
+            f"loss(output, batch) returned a {type(value).__name__} "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else ''}: return one number, the mean over the batch"
+        )
+    if not bool(torch.isfinite(value).all()):
+        raise InputError(f"loss(output, batch) is {float(value)}: check the labels and the calibration data")
+    return value
+
+
+def sensitivities(
+    sites: Sequence[Site],
+    units: Mapping[str, int],
+    graphs: TracedGraphs,
+    tensors: Mapping[str, Tensor],
+    edits: Edits,
+    pair: Pair,
+    loss: Loss,
+) -> dict[tuple[int, str], Sensitivity]:
+    """Sensitivities of one batch, for each site and hidden dimension it reads, by one backward pass.
+
+    For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is the mean over the batch.
+    """
+    batch, given = pair
+    with torch.enable_grad():
+        probed = {site.number: site.contraction.data for site in sites}
+        runner = Runner(graphs.of(batch), batch, tensors, edits, probed=probed)
+        value = checked_loss(loss(runner.output(), given))
+        if not value.requires_grad:
+            raise InputError("loss(output, batch) does not depend on the model's output: compute it from `output`")
+        zeros = [runner.probes[site.number][1] for site in sites]
+        gradients = torch.autograd.grad(value, zeros, allow_unused=True)
+    found = {}
+    for site, gradient in zip(sites, gradients, strict=True):
+        x, _ = runner.probes[site.number]
+        effect = torch.zeros_like(x) if gradient is None else x.double() * gradient.double() * len(x)
+        for name in site.names:
+            found[site.number, name] = _by_unit(effect, site.units_of(name, x), units[name])
+    return found
+
+
+def _by_unit(effect: Tensor, unit_of: Tensor, units: int) -> Sensitivity:
+    flat, unit = effect.reshape(len(effect), -1), unit_of[0].reshape(-1)
+    mine = unit >= 0
+    each = flat.new_zeros(len(flat), units, dtype=torch.float64).index_add(1, unit[mine], flat[:, mine].double())
+    return Sensitivity(each.abs().sum(0), len(flat))
+
+
+def attached(
+    statistics: Statistics, name: str, sites: Sequence[Site], totals: Mapping[tuple[int, str], Sensitivity]
+) -> Statistics:
+    """Returns statistics with sensitivities. A mixture-of-experts site has several readings: the first gets them."""
+    rows, at = list(statistics.readings), 0
+    each = len(rows) // len(sites)
+    for site in sites:
+        total = totals[site.number, name]
+        nothing = Sensitivity(torch.zeros_like(total.total), total.examples)
+        for k in range(each):
+            row = rows[at + k]
+            rows[at + k] = Reading(row.consumer, *row.statistics.values(), nothing if k else total)
+        at += each
+    return replace(statistics, readings=tuple(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class TaskLoss:
+    """The loss of networks in which only some units of a hidden dimension stay; without `loss` the distance to dense.
+
+    Each mask runs the network from the dimension's first consumer on.
+    """
+
+    name: str
+    sites: Sequence[Site]
+    graphs: TracedGraphs
+    tensors: Mapping[str, Tensor]
+    edits: Edits
+    kept: Kept
+    pairs: Sequence[Pair]
+    team: Team
+    loss: Loss | None
+    _starts: dict[int, Runner] = field(default_factory=dict)
+    _dense: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def __call__(self, masks: Tensor, step: int) -> Tensor:
+        """Loss of each mask (m, units) on the mini-batch of the step, averaged over machines. (m,)"""
+        number = step % len(self.pairs)
+        losses = torch.stack([self._loss(mask, number) for mask in masks.bool()])
+        total: Tensor = self.team.sum_tensors({"loss": losses.double()})["loss"]
+        return total / self.team.size
+
+    def _loss(self, mask: Tensor, number: int) -> Tensor:
+        kept = {**self.kept, self.name: torch.nonzero(mask).flatten().tolist()}
+        edits = self.edits | Edits({site.number: site.cuts(kept) for site in self.sites})
+        output = self._start(number).branch(edits).output()
+        if self.loss is not None:
+            return checked_loss(self.loss(output, self.pairs[number][1])).detach().reshape(())
+        pairs = zip(tensors_of(output), self._dense_output(number), strict=True)
+        terms = [(a.double() - b.double()).square().sum() for a, b in pairs if a.is_floating_point()]
+        return torch.stack(terms).sum()
+
+    def _start(self, number: int) -> Runner:
+        """The batch in front of the first consumer."""
+        if number not in self._starts:
+            batch = self.pairs[number][0]
+            runner = Runner(self.graphs.of(batch), batch, self.tensors, self.edits)
+            runner.advance(runner.graph.contractions[self.sites[0].number])
+            self._starts[number] = runner
+        return self._starts[number]
+
+    def _dense_output(self, number: int) -> list[Tensor]:
+        if number not in self._dense:
+            batch = self.pairs[number][0]
+            self._dense[number] = tensors_of(Runner(self.graphs.of(batch), batch, self.tensors, Edits()).output())
+        return self._dense[number]

@@ -1,0 +1,215 @@
+"""Collectives that end: each succeeds on every rank, or raises on this one within the timeout."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ispasp.errors import DistributedError, InputError
+from ispasp.types import Reading, Statistic, Statistics
+from ispasp.types.statistics import STATISTICS, Size
+
+_DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # backends that want their tensors on an accelerator
+_PAUSE = 0.005  # seconds; bounds how late the end of a collective is seen
+
+
+@final
+class Wire:
+    """The connection of this rank to all others. Making one is a collective.
+
+    Messages and CPU tensors use a gloo group of its own: gloo notices a closed connection at once, it can wait without
+    ending the process, and failures leave the caller's own groups alone. Tensors use the caller's backend if that is
+    one for accelerators. A message comes before every tensor, so that a missing rank shows on gloo first.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        """Open the group; every rank must do so."""
+        self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout_seconds
+        self.broken = ""
+        with self._collective("the start of the team"):
+            self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        kind = _DEVICES.get(str(dist.get_backend()))
+        self._tensors: Any = dist.group.WORLD if kind else self._group
+        # Fixed now: the current device is a property of the thread, and calibration runs in several.
+        index = torch.get_device_module(kind).current_device() if kind else 0
+        self._device = torch.device(kind, index) if kind else torch.device("cpu")
+
+    def exchange(self, what: str, message: Any) -> list[Any]:
+        """The messages of all ranks, in order of rank. A message is anything JSON can hold."""
+        payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        with self._in_step(what):
+            lengths = [int(n) for n in self._gather(what, torch.tensor([len(payload)], device="cpu"))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+            padded[: len(payload)] = payload
+            parts = self._gather(what, padded)
+        return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def add(self, what: str, x: Tensor) -> Tensor:
+        """The sum of x over ranks in float64, the same bits on every rank, on the device of x.
+
+        Rank 0 gets the sum and sends it to all. An all-reduce moves as many bytes, but no backend promises the same
+        bits on all ranks, and one different bit can be one different unit.
+        """
+        with self._in_step(what):
+            total = x.detach().to(self._device, torch.float64, copy=True).contiguous()
+            if total.numel():
+                self._wait(what, lambda: dist.reduce(total, 0, group=self._tensors, async_op=True))
+                self._wait(what, lambda: dist.broadcast(total, 0, group=self._tensors, async_op=True))
+            return total.to(x.device)
+
+    def first(self, what: str, x: Tensor) -> Tensor:
+        """The x of rank 0, bit for bit, on the device of x. Shape and dtype must be those of rank 0."""
+        with self._in_step(what):
+            flat = x.detach().to(self._device, copy=True).contiguous().flatten()
+            if flat.numel():
+                data = flat.view(torch.uint8)  # not every backend knows every dtype
+                self._wait(what, lambda: dist.broadcast(data, 0, group=self._tensors, async_op=True))
+            return flat.reshape(x.shape).to(x.device)
+
+    def close(self) -> None:
+        """Give the group back. Not a collective: every rank may close when it likes."""
+        self.broken = self.broken or "the team was closed"
+        if dist.is_initialized() and self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = self._tensors = None
+
+    def _gather(self, what: str, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(what, lambda: dist.all_gather(parts, x, group=self._group, async_op=True))
+        return parts
+
+    def _wait(self, what: str, start: Callable[[], Any]) -> None:
+        # Polls instead of waiting: Python hears Ctrl-C only between calls, and backends differ in what they do with a
+        # timeout (nccl ends the process).
+        with self._collective(what):
+            work, end, pause = start(), time.monotonic() + self.timeout, 1e-5
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise RuntimeError("no answer")
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE)
+            work.wait()
+
+    @contextmanager
+    def _in_step(self, what: str) -> Iterator[None]:
+        """After a failure nothing more is sent: ranks are out of step, and would read the wrong bytes."""
+        if self.broken:
+            raise DistributedError(f"{what} cannot start on rank {self.rank}: {self.broken}; start all ranks again")
+        try:
+            yield
+        except BaseException:
+            self.broken = f"{what} failed before"
+            raise
+
+    @contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """Turn torch's error into one that says what to do."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(". ")[0]  # gloo begins with its source line
+            raise DistributedError(
+                f"{what} failed on rank {self.rank} of {self.size} after {time.monotonic() - started:.1f} s: another "
+                f"rank died, hangs or is late ({reason}). Look at the output of the other ranks; if they are only "
+                f"slow, raise the timeout ({self.timeout:g} s)"
+            ) from error
+
+
+# Statistics as sums with keys, so that ranks that have seen different data can agree on what to add ----------------
+
+Key = tuple[int, str, Size]  # reading, statistic, key of its tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks together have: the shape of every sum, and the number of examples behind each statistic."""
+
+    shapes: Mapping[Key, tuple[int, ...]]
+    examples: Mapping[tuple[int, str], int]
+
+
+def _taken(statistics: Statistics) -> dict[tuple[int, str], Statistic]:
+    """The statistics that hold data, by reading and name."""
+    rows = enumerate(statistics.readings)
+    return {(number, name): s for number, row in rows for name, s in row.statistics.items() if s.examples}
+
+
+def sums(statistics: Statistics) -> dict[Key, Tensor]:
+    """Every sum in the statistics under its key."""
+    return {(*at, size): total for at, taken in _taken(statistics).items() for size, total in taken.tensors().items()}
+
+
+def outline(statistics: Statistics) -> dict[str, Any]:
+    """What one rank has, as JSON: for the others to see before anything is added."""
+    return {
+        "units": statistics.units,
+        "channels": [reading.consumer.channels for reading in statistics.readings],
+        "shapes": [[*at, list(size), list(total.shape)] for (*at, size), total in sums(statistics).items()],
+        "examples": [[*at, statistic.examples] for at, statistic in _taken(statistics).items()],
+    }
+
+
+def agreed(outlines: Sequence[Mapping[str, Any]]) -> Agreement:
+    """What all ranks together have, from the outline of each. Errors are the same on every rank.
+
+    A rank without data at a consumer adds nothing there; one with data must have the statistics that the others have.
+    """
+    shapes: dict[Key, tuple[int, ...]] = {}
+    examples: dict[tuple[int, str], int] = {}
+    remedy = "prune the same model with the same options on every rank"
+    for rank, given in enumerate(outlines):
+        for what in ("units", "channels"):
+            if given[what] != outlines[0][what]:
+                raise InputError(
+                    f"rank {rank} has statistics of {given[what]} {what}, rank 0 of {outlines[0][what]}: {remedy}"
+                )
+        for number, name, size, shape in given["shapes"]:
+            known = shapes.setdefault((number, name, tuple(size)), tuple(shape))
+            if known != tuple(shape):
+                raise InputError(
+                    f"the {name} at consumer {number} has shape {tuple(shape)} on rank {rank}, {known} on a rank "
+                    f"before it: {remedy}"
+                )
+        for number, name, count in given["examples"]:
+            examples[number, name] = examples.get((number, name), 0) + count
+    for rank, given in enumerate(outlines):
+        own = {(number, name) for number, name, _ in given["examples"]}
+        for number, name in sorted(at for at in examples if at not in own and at[0] in {n for n, _ in own}):
+            raise InputError(
+                f"rank {rank} has no {name} at consumer {number}, another rank has: "
+                "take the same statistics on every rank"
+            )
+    return Agreement(dict(sorted(shapes.items())), dict(sorted(examples.items())))
+
+
+def added(statistics: Statistics, agreement: Agreement, add: Callable[[Key, Tensor], Tensor]) -> Statistics:
+    """Statistics with the sums and examples of all ranks. What this rank has not seen it adds as zeros."""
+    own = sums(statistics)
+
+    def zeros(key: Key, shape: tuple[int, ...]) -> Tensor:
+        near = [total for other, total in own.items() if other[0] == key[0]]
+        device = (near or [statistics.readings[key[0]].consumer.weight])[0].device
+        return torch.zeros(shape, dtype=torch.float64, device=device)
+
+    totals = {key: add(key, own.get(key, zeros(key, shape))) for key, shape in agreement.shapes.items()}
+    readings = []
+    for number, reading in enumerate(statistics.readings):
+        found = [
+            kind.from_tensors({k[2]: t for k, t in totals.items() if k[:2] == (number, name)}, count)
+            for name, kind in STATISTICS.items()
+            if (count := agreement.examples.get((number, name)))
+        ]
+        readings.append(Reading(reading.consumer, *found))
+    return replace(statistics, readings=tuple(readings), parts=())

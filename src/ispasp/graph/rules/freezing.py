@@ -1,0 +1,256 @@
+"""Ops that freeze the axes they run over or pick from: reductions, normalisations, pooling, indexing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ispasp.graph.atoms import Reason, flatten, freeze, length, split
+from ispasp.graph.rules.arithmetic import broadcast
+from ispasp.graph.track import Tracker, Value, freeze_all, fresh, listed, rule
+
+# Reductions ---------------------------------------------------------------------------------------------------------
+
+_GRN = (
+    "global response normalisation averages over these channels: each one scales all others, by an amount that depends "
+    "on the data, so no weights can make removing equal to masking"
+)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
+
+
+@rule(
+    """
+    mean.dim mean.default sum.dim_IntList sum.default amax amin max.dim min.dim max.default min.default prod.dim_int
+    var.dim var.correction std.dim std.correction var.default std.default var_mean.correction var_mean.dim
+    linalg_vector_norm norm.ScalarOpt_dim norm.Scalar norm.ScalarOpt_dim_dtype argmax argmin logsumexp
+    any.dim all.dim any.default all.default any.dims all.dims median.dim
+    """
+)
+def _reduction(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
+    dim, rank = arguments.get("dim"), len(x.axes)
+    dims = [dim] if isinstance(dim, int) else dim
+    over = {d % rank for d in dims} if dims else set(range(rank))
+    if node not in t.unread:
+        t.freeze(node, x, sorted(over), _GRN if _averages_norms(node) else f"{_name(node)} runs over this axis")
+    keep = bool(arguments.get("keepdim", False))
+    axes = [((),) if k in over else axis for k, axis in enumerate(x.axes) if keep or k not in over]
+    return listed(node, x.with_axes(axes))
+
+
+def _averages_norms(node: fx.Node) -> bool:
+    """Whether this is the mean of norms that the same norms are divided by."""
+    norm = node.args[0]
+    if not isinstance(norm, fx.Node) or _name(node) != "mean" or "norm" not in str(norm.target):
+        return False
+    near = {node, *(user for user in node.users if _name(user) in ("add", "clamp", "clamp_min"))}  # a small number
+    return any(_name(user) == "div" and norm in user.args and near & {*user.args} for user in norm.users)
+
+
+@rule(
+    """
+    softmax.int _softmax log_softmax.int _log_softmax cumsum cumprod sort.default sort.stable argsort.default
+    argsort.stable flip roll diff.default cummax cummin logcumsumexp softmin topk
+    """
+)
+def _along_an_axis(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
+    dim = arguments.get("dim", arguments.get("dims", -1))
+    dims = list(range(len(x.axes))) if dim in (None, []) else [dim] if isinstance(dim, int) else dim
+    return listed(node, t.remake(node, x, dims, f"{_name(node)} runs over this axis"))
+
+
+@rule("tril triu tril_ triu_")
+def _triangle(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+    t.freeze(node, x, [-2, -1], "is masked by position")
+    return x
+
+
+# Normalisations -----------------------------------------------------------------------------------------------------
+
+
+def _each_channel(t: Tracker, node: fx.Node, x: Value, arguments: dict[str, Any]) -> Value:
+    axis = x.axes[1]
+    for parameter in (arguments[name] for name in ("weight", "bias", "running_mean", "running_var")):
+        if parameter is not None:
+            axis = t.unite(node, axis, parameter.axes[0])
+    return x.with_axis(1, axis)
+
+
+@rule("batch_norm.default")
+def _batch_norm(t: Tracker, node: fx.Node, x: Value, training: bool, **arguments: Any) -> Value:
+    if training:
+        t.freeze(node, x.without(1), range(len(x.axes) - 1), "batch statistics average over this axis")
+    return _each_channel(t, node, x, arguments)
+
+
+@rule("_native_batch_norm_legit_no_training.default")
+def _batch_norm_in_eval(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
+    """What batch_norm becomes inside torch.vmap: the output, and two tensors for a backward pass."""
+    rest = fresh(node, Reason("is kept for a backward pass", node.name))
+    return [_each_channel(t, node, x, arguments), *rest[1:]]
+
+
+@rule("_native_batch_norm_legit_functional.default")
+def _batch_norm_in_training(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
+    """The same in training mode, with new running statistics beside."""
+    out = _batch_norm(t, node, x, **{**arguments, "training": True})
+    return [out, *(Value((out.axes[1],)) for _ in range(4))]
+
+
+@rule("instance_norm.default")
+def _instance_norm(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Value:
+    t.freeze(node, x, range(2, len(x.axes)), "instance_norm averages over this axis")
+    return _each_channel(t, node, x, arguments)
+
+
+@rule("layer_norm.default rms_norm.default")
+def _layer_norm(t: Tracker, node: fx.Node, x: Value, normalized_shape: list[int], **rest: Any) -> Value:
+    why = f"{_name(node)} normalises over this axis"
+    t.freeze(node, x, range(-len(normalized_shape), 0), why)
+    freeze_all([rest.get("weight"), rest.get("bias")], Reason(why, node.name))
+    return x
+
+
+@rule("group_norm.default")
+def _group_norm(
+    t: Tracker, node: fx.Node, x: Value, num_groups: int, weight: Value | None, bias: Value | None, **_: Any
+) -> Value:
+    """Whole groups can go; inside a group channels are averaged over."""
+    why = Reason("group_norm normalises over the channels of a group", node.name)
+    groups, inner = split(x.axes[1], [num_groups, length(x.axes[1]) // num_groups], why)
+    freeze(inner, why)
+    if num_groups == 1:
+        freeze(x.axes[1], why)
+    t.counts(weight, "num_groups", groups)
+    axis = flatten([groups, inner])
+    for parameter in (weight, bias):
+        if parameter is not None:
+            axis = t.unite(node, axis, parameter.axes[0])
+    t.freeze(node, x, range(2, len(x.axes)), "group_norm normalises over this axis")
+    return x.with_axis(1, axis)
+
+
+@rule("_weight_norm.default")
+def _weight_norm(t: Tracker, node: fx.Node, v: Value, g: Value, dim: int = 0) -> Value:
+    """g v / ||v||: the norm runs over all axes but `dim`; surgery corrects g for what they lose."""
+    t.weight_norms += [(a, b, dim) for a in v.parameters for b in g.parameters]
+    return Value(v.with_axis(dim, t.unite(node, v.axes[dim], g.axes[dim])).axes, v.parameters | g.parameters)
+
+
+# Pooling and interpolation ------------------------------------------------------------------------------------------
+
+
+_SPATIAL = """
+max_pool avg_pool lp_pool adaptive_max_pool adaptive_avg_pool _adaptive_avg_pool reflection_pad replication_pad
+upsample_nearest upsample_linear upsample_bilinear upsample_bicubic upsample_trilinear
+_upsample_nearest_exact _upsample_bilinear _upsample_bicubic
+"""
+
+
+@rule(" ".join(f"{op}{n}d{end}" for op in _SPATIAL.split() for n in (1, 2, 3) for end in ("", "_aa", "_with_indices")))
+def _resized(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
+    x = next(value for value in arguments.values() if isinstance(value, Value))
+    count = next(n for n in (1, 2, 3) if f"{n}d" in _name(node))
+    return listed(node, t.remake(node, x, range(-count, 0), "is spatial"))
+
+
+@rule("grid_sampler grid_sampler_2d")
+def _sampled(t: Tracker, node: fx.Node, x: Value, grid: Value, **_: Any) -> Value:
+    return t.remake(node, x, range(2, len(x.axes)), "is spatial")
+
+
+# Indexing -----------------------------------------------------------------------------------------------------------
+
+
+@rule("select.int")
+def _select(t: Tracker, node: fx.Node, x: Value, dim: int, index: Any) -> Value:
+    t.freeze(node, x, [dim], "is indexed by position")
+    return x.without(dim)
+
+
+@rule("embedding.default")
+def _embedding(t: Tracker, node: fx.Node, weight: Value, indices: Value, **_: Any) -> Value:
+    _look_up(t, node, weight)
+    return Value((*indices.axes, weight.axes[1]))
+
+
+def _look_up(t: Tracker, node: fx.Node, weight: Value) -> None:
+    t.freeze(node, weight, [0], "is looked up by index")
+    if weight.is_parameter:
+        t.tables.append(weight)
+
+
+@rule("embedding_bag _embedding_bag _embedding_bag_forward_only")
+def _embedding_bag(t: Tracker, node: fx.Node, weight: Value, per_sample_weights: Value | None = None, **_: Any) -> Any:
+    _look_up(t, node, weight)
+    freeze_all(per_sample_weights, Reason("weighs rows of a table", node.name))
+    made = fresh(node, Reason("counts bags", node.name))
+    return [Value((made[0].axes[0], weight.axes[1])), *made[1:]]
+
+
+@rule("index_select.default")
+def _index_select(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
+    return t.remake(node, x, [dim], "is indexed by position")
+
+
+@rule("index.Tensor")
+def _index(t: Tracker, node: fx.Node, x: Value, indices: list[Value | None]) -> Any:
+    """Advanced indexing: indexed axes are frozen; the result's new axes come from the indices."""
+    given = [dim for dim, value in enumerate(indices) if value is not None]
+    t.freeze(node, x, given, "is indexed by position")
+    made = fresh(node, Reason("is made by indexing", node.name))
+    if any(node.args[1][d].meta["val"].dtype == torch.bool for d in given):  # type: ignore[index,union-attr]
+        x.freeze(Reason("is masked by the data", node.name))
+        return made
+    rest = [axis for dim, axis in enumerate(x.axes) if dim not in given]
+    new = len(made.axes) - len(rest)
+    at = given[0] if given == list(range(given[0], given[-1] + 1)) else 0  # adjacent indices stay in their place
+    return x.with_axes([*rest[:at], *made.axes[at : at + new], *rest[at:]])
+
+
+@rule("gather.default")
+def _gather(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value, **_: Any) -> Value:
+    """Positions of one axis, chosen for each position of the others."""
+    dim %= len(x.axes)
+    t.freeze(node, x, [dim], "is indexed by position")
+    t.freeze(node, index, [dim], "is indexed by position")
+    for k, (own, chosen) in enumerate(zip(x.axes, index.axes, strict=True)):
+        if k != dim and length(own) == length(chosen):
+            t.unite(node, own, chosen)
+        elif k != dim:
+            t.freeze(node, x, [k], "is cropped by gather")
+    return x.with_axes(index.axes)
+
+
+@rule("unfold.default")
+def _unfold(t: Tracker, node: fx.Node, x: Value, dimension: int, size: int, step: int) -> Value:
+    windows = t.remake(node, x, [dimension % len(x.axes)], "is cut into windows")
+    return x.with_axes([*windows.axes, t.new(node, size, "is a position in a window")])
+
+
+@rule("one_hot")
+def _one_hot(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+    return Value((*x.axes, t.new(node, t.shape(node)[-1], "counts classes")))
+
+
+@rule("meshgrid histc bincount bucketize searchsorted")
+def _by_value(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
+    reason = Reason(f"{node.target} treats positions by value", node.name)
+    freeze_all(list(arguments.values()), reason)
+    return fresh(node, reason)
+
+
+@rule("index_put index_put_ scatter scatter_ scatter_add scatter_add_ index_add index_add_")
+def _written(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Value:
+    freeze_all([x, *arguments.values()], Reason("is written by index", node.name))
+    return x
+
+
+@rule("slice_scatter select_scatter")
+def _scattered(t: Tracker, node: fx.Node, x: Value, src: Value, **_: Any) -> Value:
+    freeze_all([x, src], Reason("is written by position", node.name))
+    return broadcast(t, node, [x])

@@ -1,0 +1,115 @@
+"""The drawings of the report as SVG. The page styles them, so they follow light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+_WIDE, _HIGH = 1040, 210  # of the widths chart
+_LEFT, _BOTTOM, _TOP = 46, 22, 20
+_LETTER, _COUNT = 7, 30  # room for a letter of a name, and for a number of units
+_DUMBBELL = 140  # length in the table
+_FACET = (240, 128)
+
+
+def _key(shape: str) -> str:
+    return f'<svg viewBox="0 0 12 12" aria-hidden="true">{shape}</svg>'
+
+
+KEPT_KEY, GONE_KEY = (_key(f'<rect class="{kind}" width="12" height="12" rx="3"/>') for kind in ("kept", "track"))
+AFTER_KEY = _key('<circle class="kept" cx="6" cy="6" r="5"/>')
+BEFORE_KEY = _key('<circle class="before" cx="6" cy="6" r="4"/>')
+_BARS = "".join(
+    f'<rect class="{kind}" x="{x}" y="10" width="9" height="40" rx="3"/>'
+    for x, kind in ((4, "kept"), (18, "track"), (32, "kept"), (46, "track"))
+)
+MARK = f'<svg viewBox="0 0 60 60" aria-hidden="true">{_BARS}</svg>'
+
+
+def dumbbell(before: float | None, after: float | None) -> str:
+    """Two errors on a scale from 0 to 100 %: a ring before compensation, a dot after it. Larger ones are at its end."""
+    ring, dot = (
+        None if error is None or not math.isfinite(error) else 7 + (_DUMBBELL - 14) * min(max(error, 0.0), 1.0)
+        for error in (before, after)
+    )
+    parts = [_line("axis", 7, _DUMBBELL - 7, 9, 9)]
+    if ring is not None:
+        parts += [_line("link", dot, ring, 9, 9)] if dot is not None else []
+        parts.append(f'<circle class="before" cx="{ring:.1f}" cy="9" r="4.5"/>')
+    if dot is not None:
+        parts.append(f'<circle class="kept" cx="{dot:.1f}" cy="9" r="5.5"/>')
+    return f'<svg width="{_DUMBBELL}" height="18" aria-hidden="true">{"".join(parts)}</svg>'
+
+
+def skyline(layers: Sequence[Mapping[str, Any]]) -> str:
+    """One column per hidden dimension, from first to last: as high as it was, filled as high as it is."""
+    top = max((layer["units"] for layer in layers), default=1)
+    ground = _HIGH - _BOTTOM
+    scale = (ground - _TOP) / top
+    step = (_WIDE - _LEFT) / max(len(layers), 1)
+    wide = min(step * 0.72, 64.0)
+    every = max(1, math.ceil(len(layers) / 26))
+    named = max((len(str(layer["name"])) for layer in layers), default=0) * _LETTER < step
+    parts = [_gridline(_LEFT, _WIDE, ground - scale * units, f"{units:,}") for units in sorted({top // 2, top})]
+    for i, layer in enumerate(layers):
+        middle = _LEFT + step * (i + 0.5)
+        columns = "".join(
+            f'<rect class="{kind}" x="{middle - wide / 2:.1f}" y="{ground - scale * layer[key]:.1f}" '
+            f'width="{wide:.1f}" height="{scale * layer[key]:.1f}" rx="{min(4.0, wide / 4):.1f}"/>'
+            for kind, key in (("track", "units"), ("kept", "kept"))
+        )
+        hint = escape(f"{i + 1}. {layer['name']}: {layer['kept']} of {layer['units']} units stay")
+        parts.append(f'<g class="column"><title>{hint}</title>{columns}</g>')
+        if step >= _COUNT:
+            parts.append(_label(middle, ground - scale * layer["units"] - 4, layer["kept"], "middle", "said"))
+        if i % every == 0:
+            parts.append(_label(middle, _HIGH - 6, escape(str(layer["name"])) if named else i + 1, "middle"))
+    parts.append(_line("axis", _LEFT, _WIDE, ground, ground))
+    return (
+        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="units before and after, layer by layer" '
+        f'style="width:100%;height:auto;display:block">{"".join(parts)}</svg>'
+    )
+
+
+def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None) -> str:
+    """Relative error from 0 to 100 % against kept units, with the chosen width and its error marked."""
+    wide, high = _FACET
+    left, right, ground, roof, units = 40, wide - 10, high - 20, 16, max(kept)
+    points = [(k, e) for k, e in zip(kept, errors, strict=True) if math.isfinite(e)]
+
+    def place(k: float, e: float) -> tuple[float, float]:
+        return left + (right - left) * k / units, ground - (ground - roof) * min(max(e, 0.0), 1.0)
+
+    parts = [_gridline(left, right, place(0, part)[1], f"{100 * part:.0f}%") for part in (0.5, 1.0)]
+    parts += [_label(place(k, 0)[0], high - 6, k, anchor) for k, anchor in ((0, "start"), (units, "end"))]
+    if points:
+        line = " ".join("{:.1f},{:.1f}".format(*place(k, e)) for k, e in points)
+        ends = " ".join("{:.1f},{:.1f}".format(*place(k, 0)) for k, _ in (points[-1], points[0]))
+        parts.append(f'<polygon class="area" points="{line} {ends}"/><polyline class="curve" points="{line}"/>')
+    parts.append(_line("axis", left, right, ground, ground))
+    if chosen is not None and points:
+        error = float(np.interp(chosen, [k for k, _ in points], [e for _, e in points]))
+        x, y = place(chosen, error)
+        parts.append(_line("drop", x, x, y, ground) + f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
+        full = x > wide - 84  # no room on the right: write below the falling curve
+        text = f"{chosen}: {100 * error:.0f}%"
+        parts.append(
+            _label(x - 9 if full else x + 8, y + 4 if full else y - 9, text, "end" if full else "start", "said")
+        )
+    return f'<svg viewBox="0 0 {wide} {high}" role="img" aria-label="error against kept units">{"".join(parts)}</svg>'
+
+
+def _line(kind: str, left: float, right: float, start: float, end: float) -> str:
+    return f'<line class="{kind}" x1="{left:.1f}" x2="{right:.1f}" y1="{start:.1f}" y2="{end:.1f}"/>'
+
+
+def _gridline(left: float, right: float, y: float, text: str) -> str:
+    return _line("grid", left, right, y, y) + _label(left - 7, y + 4, text, "end")
+
+
+def _label(x: float, y: float, text: object, anchor: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'

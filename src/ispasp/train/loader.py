@@ -1,0 +1,143 @@
+"""The batches of every step, from any step on.
+
+Random numbers depend on the seed and the place in the run, not on what was drawn before. So a resumed run needs no
+saved generator: step 57 draws the same numbers whether or not steps 0 to 56 ran before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ispasp.engine.batches import tensors_of
+from ispasp.errors import InputError
+from ispasp.train.objective import Batch
+
+ORDER, STEP = 0, 1  # reading data and running the model have random numbers of their own
+_END = object()
+_SAMPLERS = ("sampler", "batch_sampler", "batch_sampler.sampler", "batch_sampler.batch_sampler.sampler")
+Group = list[tuple[Batch, int]]  # the batches of one step, each with its number of examples
+
+
+def seed_everything(*place: int) -> None:
+    """Seed the global generators of torch, NumPy and Python with numbers that say where in the run we are."""
+    seed = int(np.random.SeedSequence(place).generate_state(1)[0])
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms: it looks for devices
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+class StepLoader:
+    """Reads a loader in groups of `accumulate` batches, one group per step; an epoch's last group may be smaller.
+
+    Every epoch is seeded anew, so reading can start at any step: what comes before it in its epoch is read and dropped.
+    """
+
+    def __init__(self, loader: Any, batches: int, accumulate: int, seed: int, rank: int, *, shared: bool) -> None:
+        """`shared`: other processes read the rest of each of the `batches`. Ranks augment with different numbers."""
+        self.batches = batches
+        self.steps_per_epoch = -(-self.batches // accumulate)
+        self._loader, self._accumulate, self._shared = loader, accumulate, shared
+        self._seed, self._rank = seed, rank
+        self._generators = _generators_of(loader)
+        self._epoch_start = self._states()
+        self._groups: Iterator[Group] = iter(())
+        self._next = -1  # the step whose group comes next
+
+    def group(self, step: int) -> Group:
+        """The batches of a step. Steps in order read everything once."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if step != self._next or place == 0:
+            self._groups = self._epoch(epoch)
+            for _ in range(place):
+                next(self._groups)
+        self._next = step + 1
+        return next(self._groups)
+
+    def states(self, step: int) -> list[Tensor]:
+        """The states of the loader's generators at the start of the epoch of `step`, the next one to be read."""
+        return self._epoch_start if step % self.steps_per_epoch else self._states()
+
+    def resume(self, states: Sequence[Tensor]) -> None:
+        """Set the loader's generators to what they were when the epoch to be read next began."""
+        if len(states) != len(self._generators):
+            raise InputError(
+                f"the checkpoint knows {len(states)} generators of the loader, this loader has "
+                f"{len(self._generators)}: build it as in the interrupted run"
+            )
+        try:
+            for generator, state in zip(self._generators, states, strict=True):
+                torch.Generator(generator.device).set_state(state)  # a trial, so that all are set or none
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the checkpoint holds no state of this loader's generators ({error}): delete it to start anew"
+            ) from error
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _epoch(self, epoch: int) -> Iterator[Group]:
+        seed_everything(self._seed, ORDER, epoch, self._rank)
+        self._epoch_start = self._states()
+        for holder in _holders(self._loader, ("", "sampler", "batch_sampler", "dataset")):
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(epoch)
+        batches = self._counted(iter(self._loader))
+        for first in range(0, self.batches, self._accumulate):
+            last = min(first + self._accumulate, self.batches)
+            group = [next(batches) for _ in range(first, last)]
+            if last == self.batches:
+                next(batches, None)  # a sampler may draw from its generator once more at its end
+            state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+            yield group
+            torch.set_rng_state(state[0])  # the step has drawn numbers of its own
+            np.random.set_state(state[1])
+            random.setstate(state[2])
+
+    def _counted(self, iterator: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
+        """Exactly as many batches as the length of the loader says, with their numbers of examples."""
+        batch = last = None
+        for number in range(self.batches):
+            batch = next(iterator, _END)
+            if batch is not _END:
+                last = batch
+                yield batch, _examples_in(batch)
+            elif self._shared and number == self.batches - 1 and last is not None:
+                yield last, 0  # the other processes read the rest: take part in their step with weight 0
+            else:
+                raise InputError(
+                    f"the loader ended after {number} batches, its length says {self.batches}: pass one that gives "
+                    "as many batches as len(loader) every time it is iterated"
+                )
+        if next(iterator, _END) is not _END:
+            raise InputError(f"the loader gave more than the {self.batches} batches that its length says")
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state().clone() for generator in self._generators]
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader, its sampler and its batch sampler were given."""
+    found = [getattr(holder, "generator", None) for holder in _holders(loader, ("", *_SAMPLERS))]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _holders(loader: Any, paths: Sequence[str]) -> list[Any]:
+    """What is at each path of attributes, None where there is nothing."""
+    return [reduce(lambda at, name: getattr(at, name, None), filter(None, path.split(".")), loader) for path in paths]
+
+
+def _examples_in(batch: Batch) -> int:
+    """The length of the first tensor."""
+    found = [t for t in tensors_of(dict(batch) if isinstance(batch, Mapping) else batch) if t.ndim]
+    if not found:
+        raise InputError(f"a batch is a {type(batch).__name__} without tensors: pass batches of tensors")
+    return len(found[0])

@@ -1,0 +1,105 @@
+"""The house stays simple: few files in one call, short functions, small classes."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ispasp
+
+SRC = Path(ispasp.__file__).parent
+MOST_FILES = 35
+MOST_LINES = 40
+MOST_ATTRIBUTES = 12
+MIRRORS = {"SlimMultiheadAttention"}  # have the attributes of the torch module that they stand in for
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds):
+                yield f"{path.relative_to(SRC)}:{getattr(node, 'name', '')}", node
+
+
+def visited(call: Any) -> set[str]:
+    """The files of the library that a call executes functions of."""
+    found = set()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SRC):
+            found.add(str(path.relative_to(SRC)))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_one_prune_goes_through_few_files() -> None:
+    net, batch = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(16, 4)
+
+    def prune() -> None:
+        ispasp.prune(net, [batch], keep=0.5, progress=False)
+
+    prune()  # what is imported and cached once does not count
+    files = visited(prune)
+    assert "_prune.py" in files
+    assert len(files) <= MOST_FILES, sorted(files)
+
+
+def body_lines(function: Function) -> int:
+    """Lines from the first statement behind the docstring to the last."""
+    first = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (first[-1].end_lineno or 0) - first[0].lineno + 1 if first else 0
+
+
+def test_functions_fit_a_screen() -> None:
+    functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+    assert {name: n for name, function in functions if (n := body_lines(function)) > MOST_LINES} == {}
+
+
+def is_record(cls: ast.ClassDef) -> bool:
+    return any("dataclass" in (text := ast.unparse(each)) and "frozen=True" in text for each in cls.decorator_list)
+
+
+def attributes(cls: ast.ClassDef) -> set[str]:
+    """What the class declares, and what its methods assign to `self`."""
+    declared = {
+        row.target.id for row in cls.body if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name)
+    }
+    stored = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return declared | {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def test_classes_have_few_attributes() -> None:
+    classes = [(name, cls) for name, cls in nodes(ast.ClassDef) if not is_record(cls) and cls.name not in MIRRORS]
+    assert classes
+    assert {name: found for name, cls in classes if len(found := attributes(cls)) > MOST_ATTRIBUTES} == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"), [("def f():\n    'text'\n    x = 1\n    return x", 2), ("def f(): pass", 1)]
+)
+def test_what_counts_as_a_body(code: str, lines: int) -> None:
+    (function,) = ast.parse(code).body
+    assert isinstance(function, ast.FunctionDef)
+    assert body_lines(function) == lines
+
+
+def test_what_counts_as_an_attribute() -> None:
+    (cls,) = ast.parse("class C:\n    a: int\n    def __init__(self):\n        self.b, self.c = 1, 2").body
+    assert isinstance(cls, ast.ClassDef)
+    assert attributes(cls) == {"a", "b", "c"}
