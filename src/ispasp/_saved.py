@@ -1,7 +1,7 @@
 """The files of a save: their metadata, checked, and the dense Hugging Face model that the config describes.
 
-`model.safetensors` is the whole save: its metadata hold everything else, so one replaced file is a new save. The JSON
-files beside it are copies; version 1 kept the plan and the configs in them only.
+`model.safetensors` is the whole save: its metadata hold the plan and the configs, so replacing this one file replaces
+the save. The JSON files beside it are copies.
 """
 
 from __future__ import annotations
@@ -73,15 +73,14 @@ def opened_save(folder: str | os.PathLike[str]) -> Iterator[Saved]:
         form, version, about = header.get("format"), header.get("version"), header.get("about", "")
         if form != FORMAT:
             raise SaveError(f"{path} was not written by ispasp (format {form!r}): pass a folder that ispasp.save wrote")
-        if version not in ("1", _VERSION):
-            raise SaveError(f"{folder} has version {version!r}; this ispasp reads up to {_VERSION!r}: update ispasp")
-        texts = _texts(header, folder) if version == _VERSION else _texts_beside(header, folder)
-        salt = header["texts_sha256"] if version == _VERSION else about
+        if version != _VERSION:
+            raise SaveError(f"{folder} has version {version!r}; this ispasp reads {_VERSION!r}: update ispasp")
+        texts = _texts(header, folder)
         try:
             plan = Plan.from_json(texts[PLAN])
         except PlanError as error:
             raise PlanError(f"{folder}: {error}") from None
-        yield Saved(path, file, plan, texts, *_ties_and_unsaved(about, path), salt)
+        yield Saved(path, file, plan, texts, *_ties_and_unsaved(about, path), header["texts_sha256"])
 
 
 def metadata(
@@ -110,19 +109,6 @@ def _texts(header: Mapping[str, str], folder: Path) -> dict[str, str]:
             message = f"{path} is not the one that {WEIGHTS} was saved with, and is ignored: save the model again"
             warnings.warn(message, stacklevel=5)  # the caller of load
     return texts
-
-
-def _texts_beside(header: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The texts of version 1, from the files."""
-    if not is_regular(folder / PLAN):
-        raise SaveError(f"{folder} has no {PLAN}: pass a folder that ispasp.save wrote to the end")
-    data = {name: read_bytes(folder / name) for name in COPIES if is_regular(folder / name)}
-    if header.get("plan_sha256") != hashlib.sha256(data[PLAN]).hexdigest():
-        raise SaveError(f"{folder / PLAN} and {WEIGHTS} are not of one save (checksums differ): restore both files")
-    try:
-        return {name: text.decode() for name, text in data.items()}
-    except UnicodeDecodeError:
-        raise SaveError(f"{folder} holds a {', '.join(data)} that is not UTF-8: restore the files") from None
 
 
 def _ties_and_unsaved(text: str, path: Path) -> tuple[dict[str, str], dict[str, torch.dtype]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -15,15 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ispasp
 from ispasp._store import load, save, saved_plan
 from ispasp.errors import SaveError
-from ispasp.files.reading import digest
 from ispasp.types.plan import Plan
-from support.forge import read
 from support.killing import killed
 
 
@@ -187,39 +183,3 @@ def test_copy_that_cannot_be_written_is_told_before_anything_changes(tmp_path: P
         save(pruned(2), tmp_path)
     (tmp_path / "config.json").rmdir()
     assert same(load(tmp_path, Net()), pruned(4)[0])
-
-
-# --- folders of the first version ------------------------------------------------------------------------------------
-
-
-def first_version(folder: Path) -> None:
-    """Rewrite a folder as ispasp 0.1 wrote it."""
-    tensors, metadata = read(folder / "model.safetensors")
-    told = {"format": "ispasp", "version": "1", "about": metadata["about"]}
-    told["plan_sha256"] = hashlib.sha256((folder / "plan.json").read_bytes()).hexdigest()
-    told["tensors_sha256"] = digest(tensors, told["about"])
-    save_file(tensors, folder / "model.safetensors", told)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_folder_of_the_first_version_loads(kind: str, tmp_path: Path) -> None:
-    make, loaded = KINDS[kind]
-    model, plan = make(4)
-    save((model, plan), tmp_path)
-    first_version(tmp_path)
-    assert same(loaded(tmp_path), model)
-    assert saved_plan(tmp_path) == (plan, kind == "hugging face")
-    save((model, plan), tmp_path)
-    assert same(loaded(tmp_path), model)
-
-
-def test_first_version_needs_the_very_plan_beside_it(tmp_path: Path) -> None:
-    save(pruned(4), tmp_path)
-    first_version(tmp_path)
-    text = (tmp_path / "plan.json").read_text()
-    (tmp_path / "plan.json").write_text(f"{text} ")
-    with pytest.raises(SaveError, match="checksums differ"):
-        load(tmp_path, Net())
-    (tmp_path / "plan.json").unlink()
-    with pytest.raises(SaveError, match="has no plan.json"):
-        load(tmp_path, Net())

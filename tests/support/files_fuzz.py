@@ -141,7 +141,7 @@ def plan_file(rng: random.Random, folder: Path) -> None:
 
 
 def model_file(rng: random.Random, folder: Path) -> None:
-    """A saved folder of either version: bytes, tensors, metadata, plan and configs."""
+    """A saved folder: bytes, tensors, metadata, plan and configs."""
     make = rng.choice((Conv, Attend))
     dense, files, plan = saved_files(make)
     for name, data in files.items():
@@ -157,8 +157,6 @@ def model_file(rng: random.Random, folder: Path) -> None:
         forge_model(path, lambda tensors, told: _damage_tensors(tensors, told, rng))
     else:
         (folder / "plan.json").write_bytes(damaged_bytes(files["plan.json"], rng))
-        if rng.random() < 0.5:
-            forge_model(path, lambda _, told: told.update(version="1"))
     model = copy.deepcopy(dense)
     _unchanged(model, lambda: ispasp.load(folder, model))
 

@@ -22,11 +22,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def forge_model(path: Path, change: Change) -> None:
-    """Change the tensors or the metadata of a model.safetensors of any version."""
+    """Change the tensors or the metadata of a model.safetensors."""
     tensors, metadata = read(path)
     change(tensors, metadata)
-    if metadata.get("version") != "1":
-        metadata["texts_sha256"] = checksum(metadata)
-    salt = metadata.get("about", "") if metadata.get("version") == "1" else metadata["texts_sha256"]
-    metadata["tensors_sha256"] = digest(tensors, salt)
+    metadata["texts_sha256"] = checksum(metadata)
+    metadata["tensors_sha256"] = digest(tensors, metadata["texts_sha256"])
     save_file(tensors, path, metadata)

@@ -18,7 +18,7 @@ from ispasp.errors import InputError, SaveError
 from ispasp.files.reading import TensorFile, digest, opened, parsed
 from ispasp.files.writing import make_folder, publish, write_tensors
 
-VERSION, _FIRST = "2", "1"  # the first version had no checksum
+VERSION = "2"
 _STATES = 16  # times the bytes of the model that a checkpoint may have: optimizers keep float32
 _BESIDE = 2**27  # bytes of names, metadata and generators
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
@@ -106,10 +106,10 @@ class Store:
 
     def _parsed(self, file: TensorFile, limit: int) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         metadata = file.metadata
-        if metadata.get("format") != f"ispasp-{self.kind}" or metadata.get("version") not in (VERSION, _FIRST):
+        if metadata.get("format") != f"ispasp-{self.kind}" or metadata.get("version") != VERSION:
             raise SaveError(f"{self.path} is not a checkpoint of this version of ispasp: choose another folder")
         tensors = file.tensors(limit)
-        if metadata["version"] == VERSION and metadata.get("sha256") != digest(tensors, metadata["about"]):
+        if metadata.get("sha256") != digest(tensors, metadata["about"]):
             raise SaveError(f"{self.path} has been changed (checksums differ): restore it")
         about = parsed(metadata["about"])
         if type(about["step"]) is not int or about["step"] < 0 or not isinstance(about["settings"], dict):
