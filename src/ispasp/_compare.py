@@ -61,11 +61,9 @@ class Comparison:
         return figures.tradeoffs(rows, {**{name: name for name in self.scores}, **last})
 
     def __str__(self) -> str:
-        """A table, then the reasons why methods failed."""
         return str(self._sheet())
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
         return self._sheet().html()
 
     def _sheet(self) -> Sheet:

@@ -32,7 +32,6 @@ class Scores:
     after: Mapping[str, float]
 
     def __str__(self) -> str:
-        """Name before -> after, in one line."""
         return ", ".join(f"{name} {number(self.before.get(name))} -> {number(self.after[name])}" for name in self.after)
 
 
@@ -52,7 +51,6 @@ class Agreement:
     held_out: bool
 
     def __str__(self) -> str:
-        """One sentence."""
         rows = f"{self.examples:,} held-out examples" if self.held_out else f"{self.examples:,} calibration examples"
         where = rows if self.held_out else f"{rows} (in-sample: too few to hold some out)"
         parts = [f"{self.rate:.1%} of {self.predictions:,} predictions"] if self.rate is not None else []
@@ -146,8 +144,6 @@ def check_runs(model: nn.Module, batch: Batch) -> None:
 
 
 # Outputs: what is compared of them ------------------------------------------------------------------------------
-
-
 class _Output(NamedTuple):
     """The tensor that matters of an output, its axis of classes if it has one, and its values without padding."""
 
@@ -265,8 +261,6 @@ def _compared(dense: _Predicted, pruned: _Predicted) -> Tensor:
 
 
 # BatchNorm ------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: Undo) -> None:
     """Set the running statistics of every BatchNorm to their mean over all calls, on all machines.

@@ -43,7 +43,6 @@ class FinetuneResult:
     """Number of steps done -> what `evaluate` returned."""
 
     def __str__(self) -> str:
-        """A table of learning rate and loss."""
         title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs"
         columns = [Column("steps", "steps"), Column("lr", "learning rate", "{:.3g}".format)]
         columns += [Column("loss", "mean loss", "{:.4f}".format)]

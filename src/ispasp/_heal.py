@@ -79,7 +79,6 @@ class Heal:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         for name in ("epochs", "steps", "time", "lr"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Real) and math.isfinite(value) and float(value) > 0):
@@ -126,7 +125,6 @@ class HealResult:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"} | {"gained": self.gained}
 
     def __str__(self) -> str:
-        """One sentence."""
         where = f"on {self.held_out:,} held-out examples"
         how = f"{self.steps:,} steps, {self.seconds:.0f} s, learning rate {self.lr:.2g}, {self.examples:,} examples"
         if self.after >= self.before:

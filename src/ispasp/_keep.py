@@ -117,7 +117,6 @@ class Inside:
     path: str
 
     def __str__(self) -> str:
-        """The path."""
         return self.path
 
 

@@ -97,7 +97,6 @@ class Options:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         check_keep(self.keep)
         check_scope(self.scope)
         for name, valid, remedy in self._checks():

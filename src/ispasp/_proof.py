@@ -157,8 +157,6 @@ def compared(expected: Expected, model: nn.Module, plan: Plan) -> Evidence:
 
 
 # The masked network ---------------------------------------------------------------------------------------------
-
-
 def _masked(net: MaskedNetwork, batch: Batch, graph: TracedGraph, values: Mapping[str, Tensor] | None = None) -> Run:
     edits = net.edits | Edits(tensors=values or {})
     runner = Runner(graph, batch, net.tensors, edits, slicing=False)
@@ -220,8 +218,6 @@ def _kept_outputs(net: MaskedNetwork, number: int, y: Tensor) -> Tensor:
 
 
 # The pruned module ----------------------------------------------------------------------------------------------
-
-
 def _watched(expected: Expected, model: nn.Module, run: Run, plan: Plan) -> tuple[list[Tensor], dict[int, float]]:
     """The pruned module's outputs on a batch, and its errors at the layers that can be watched."""
     with all_or_nothing() as undo, _watching({layer for layer, _ in expected.net.layers.values()}) as seen:

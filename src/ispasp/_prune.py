@@ -224,8 +224,6 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
 
 
 # Survey ---------------------------------------------------------------------------------------------------------
-
-
 def _survey(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team, folds: Folding) -> Work:
     """Survey the model on two examples where it takes so few, and on one batch of every other kind."""
     weights_alike(ranks, model)
@@ -310,8 +308,6 @@ def _facts_of_survey(work: Work) -> dict[str, Any]:
 
 
 # Widths ---------------------------------------------------------------------------------------------------------
-
-
 def _widths(work: Work) -> Widths:
     """How many units stay, by `keep` or by the error curves that a budget is spent by."""
     o, dimensions = work.options, work.survey.dimensions
@@ -327,8 +323,6 @@ def _widths(work: Work) -> Widths:
 
 
 # Plan, apply, verify --------------------------------------------------------------------------------------------
-
-
 def _plan(work: Work, done: Decisions) -> tuple[Plan, Expected]:
     """The plan, and what the masked network gives: what the pruned model will be compared with."""
     analysis, structure = work.survey.analysis, work.survey.structure

@@ -126,8 +126,6 @@ class Decisions:
 
 
 # The orders -----------------------------------------------------------------------------------------------------
-
-
 def decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
     """Decide every hidden dimension, in the order that the options ask for. `given` units are taken as they are."""
     done = _decide(work, given)
@@ -190,8 +188,6 @@ def compensate_at_once(work: Work, chosen: Mapping[str, Selection]) -> Decisions
 
 
 # Measure --------------------------------------------------------------------------------------------------------
-
-
 def measure(work: Work, name: str, site: Site, lockstep: Lockstep, done: Decisions) -> Statistics:
     """Statistics of a hidden dimension at all its consumers, all batches waiting in front of the first one."""
 
@@ -265,8 +261,6 @@ def _kept_outputs(work: Work, site: Site, done: Decisions) -> Tensor | None:
 
 
 # Select ---------------------------------------------------------------------------------------------------------
-
-
 def select(work: Work, name: str, statistics: Statistics) -> Selection:
     """Let the method choose, from the statistics of all machines; every machine gets the same answer."""
     total = total_statistics(work.team, statistics)
@@ -314,8 +308,6 @@ def total_statistics(team: Team, statistics: Statistics) -> Statistics:
 
 
 # Compensate -----------------------------------------------------------------------------------------------------
-
-
 def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> Refit | None:
     """Refit one consumer, or say what it loses as it is; None at a layer that reads nothing pruned and stays."""
     note = ""

@@ -92,11 +92,9 @@ class Survey:
         ]
 
     def __str__(self) -> str:
-        """Show a table of hidden dimensions, then what is frozen and why."""
         return str(self._sheet())
 
     def _repr_html_(self) -> str:
-        """Show the same in notebooks."""
         return self._sheet().html()
 
     def _sheet(self) -> Sheet:

@@ -97,8 +97,6 @@ def _energies(work: Work, batch: Batch) -> dict[str, Tensor]:
 
 
 # By the output --------------------------------------------------------------------------------------------------
-
-
 def output_curves(work: Work, found: Curves, batch: Batch) -> Curves:
     """Scale curves by the divergence of the output, measured on a batch at one or two widths a dimension, and at zero.
 
@@ -160,8 +158,6 @@ def _scaled(curve: Curve, points: Sequence[tuple[int, float]]) -> Curve:
 
 
 # Spending the budget --------------------------------------------------------------------------------------------
-
-
 def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> dict[str, int]:
     """How many units each hidden dimension keeps; dimensions that lose nothing are left out.
 

@@ -31,7 +31,6 @@ class IspaspError(Exception):
     """Base of every error this library raises on purpose. Its text is printable and bounded, whatever it quotes."""
 
     def __init__(self, *args: object) -> None:
-        """Take the text of the error."""
         super().__init__(*(_shown(arg) if isinstance(arg, str) else arg for arg in args))
 
 

@@ -45,7 +45,6 @@ class Evidence:
     precise: float | None = None  # the error in float64, where the model's own precision could not tell
 
     def __str__(self) -> str:
-        """One sentence."""
         parts = [f"{self.outputs:,} output values"] if self.outputs else []
         parts += [f"{self.consumers} consumers"] if self.consumers else []
         where = f" on {self.kinds} kinds of batches" if self.kinds > 1 else ""
@@ -180,11 +179,9 @@ class Result:
         return figures.layers(self.rows(), f"{type(self.model).__name__}, pruned")
 
     def __str__(self) -> str:
-        """The settings, a table of the layers, then advice, frozen dimensions and the proof."""
         return str(self._sheet())
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
         return self._sheet().html()
 
     def _sheet(self) -> Sheet:
@@ -256,8 +253,6 @@ def _without_nan(scores: Mapping[str, Mapping[str, float]]) -> dict[str, dict[st
 
 
 # From the steps of `prune` --------------------------------------------------------------------------------------
-
-
 def result_of(
     work: Work,
     chosen: Widths,

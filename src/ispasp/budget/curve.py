@@ -37,7 +37,6 @@ class Curve:
     error: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Raise if the points make no curve."""
         kept, error = self.kept, self.error
         if not kept or len(kept) != len(error):
             raise InputError(f"{len(kept)} widths and {len(error)} errors: pass one error for each width, at least one")
@@ -52,7 +51,6 @@ class Curve:
 
     @property
     def units(self) -> int:
-        """Number of units of the hidden dimension."""
         return self.kept[-1]
 
     def at(self, width: ArrayLike) -> NDArray[np.float64]:

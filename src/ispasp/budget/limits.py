@@ -20,7 +20,6 @@ class Budget(ABC):
     amount: float | int
 
     def __post_init__(self) -> None:
-        """Raise unless the amount is a fraction or a count."""
         kind, amount = type(self).__name__, self.amount
         remedy = "pass a float in (0, 1] (a fraction of the dense count) or an int >= 1 (the count itself)"
         if is_integer(amount):
@@ -80,7 +79,6 @@ class Macs(Budget):
     """
 
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
-        """Multiply-accumulates for one example."""
         return costs.macs({name: range(width) for name, width in widths.items()})
 
     def _dense(self, cost: Cost) -> int:
@@ -96,7 +94,6 @@ class Params(Budget):
     """
 
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
-        """Parameters that stay."""
         return costs.params({name: range(width) for name, width in widths.items()})
 
     def _dense(self, cost: Cost) -> int:

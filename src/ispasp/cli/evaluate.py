@@ -64,7 +64,6 @@ class Scorer:
     text: str  # names the examples
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Return the score by its name."""
         return {self.name: self.score(model, track(self.batches, f"scoring on {self.text}", len(self.batches)))}
 
 

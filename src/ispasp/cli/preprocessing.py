@@ -30,14 +30,12 @@ class Preprocessing:
     source: str = "ImageNet's defaults"
 
     def __str__(self) -> str:
-        """One line."""
         mean, std = (", ".join(f"{value:.6g}" for value in values) for values in (self.mean, self.std))
         how = "" if self.interpolation == "bilinear" else f" ({self.interpolation})"
         crop = f"centre {self.size}x{self.size}"
         return f"shorter side {self.resize}{how}, {crop}, mean {mean}, std {std} ({self.source})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON holds them."""
         return asdict(self)
 
     def sized(self, size: int) -> Preprocessing:

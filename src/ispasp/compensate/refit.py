@@ -31,8 +31,6 @@ _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make g
 
 
 # Where a consumer's new weight and shift are stored ------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Slot:
     """Names of the tensors that take the weight and the shift; `why_not` says why there is none.
@@ -103,8 +101,6 @@ def _can_hold(model: nn.Module, weight: str, node: fx.Node) -> bool:
 
 
 # The refit -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Refit:
     """What happened at one consumer: squared errors before and after, the squared size they relate to, and edits.
@@ -161,7 +157,6 @@ class Gathered:
     named: Callable[[str], Tensor]
 
     def __add__(self, other: Gathered) -> Gathered:
-        """Merge two parts of the data."""
         return replace(other, sums=self.sums + other.sums, examples=self.examples + other.examples)
 
 
@@ -337,8 +332,6 @@ def _restored(form: Form, weight: Tensor) -> Tensor:
 
 
 # Without a refit -------------------------------------------------------------------------------------------------
-
-
 def unfitted(site: Site, runner: Runner, factors: Mapping[str, Sequence[float]], kept: Kept, where: Slot) -> Refit:
     """What a consumer loses on one batch without a refit, before and after the method's own factors."""
     node, edits, note = runner.graph.contractions[site.number], Edits(), ""

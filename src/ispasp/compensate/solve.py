@@ -30,7 +30,6 @@ class Sums:
     tt: Tensor  # (g, O)
 
     def __add__(self, other: Sums) -> Sums:
-        """Merge two parts of the data."""
         return Sums(*(a + b for a, b in zip(self.tensors().values(), other.tensors().values(), strict=True)))
 
     def outputs(self, every: int) -> Sums:
@@ -50,7 +49,6 @@ class Halves:
     second: Sums
 
     def __add__(self, other: Halves) -> Halves:
-        """Merge two parts of the data, half by half."""
         return Halves(self.first + other.first, self.second + other.second)
 
     @property

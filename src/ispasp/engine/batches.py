@@ -82,12 +82,10 @@ class Replayed:
     """Batches of an iterator that can be gone through again; no more are read than asked for."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        """Read nothing yet."""
         self._rest = iter(batches)
         self._read: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        """From the first batch on."""
         for number in count():
             while number >= len(self._read):
                 try:
@@ -180,8 +178,6 @@ def signature(batch: Batch) -> tuple[Any, ...]:
 
 
 # Labels ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Labels:
     """Where every batch has labels: at the end of a tuple of that `length`, under `names` of a dict, or nowhere."""
@@ -190,11 +186,9 @@ class Labels:
     names: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there are labels."""
         return bool(self.length or self.names)
 
     def __str__(self) -> str:
-        """One clause."""
         if self.names:
             return f"batches have {' and '.join(map(repr, self.names))}: the model gets the rest only"
         what = "(inputs, labels)" if self.length == 2 else f"tuples of {self.length} that end with labels"
@@ -288,8 +282,6 @@ def runs(model: nn.Module, batch: Batch, labels: Labels = _NONE) -> bool:
 
 
 # Examples, which are the rows of a batch ---------------------------------------------------------------------------
-
-
 def tensors_of(value: Any) -> list[Tensor]:
     """Returns all tensors in a batch or an output, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

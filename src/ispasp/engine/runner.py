@@ -54,7 +54,6 @@ class Edits:
     biases: Mapping[int, Tensor] = field(default_factory=dict)
 
     def __or__(self, other: Edits) -> Edits:
-        """Merge two sets of edits."""
         return Edits({**self.cuts, **other.cuts}, {**self.tensors, **other.tensors}, {**self.biases, **other.biases})
 
 
@@ -78,7 +77,6 @@ class Runner:
         precise: bool = False,
         probed: Mapping[int, Operand] | None = None,
     ) -> None:
-        """Start in front of the first node."""
         self.graph = graph
         self.edits = edits
         self.fixed = graph.parameters(tensors)
@@ -94,7 +92,6 @@ class Runner:
         self._dense: Values | None = None
 
     # Going on ---------------------------------------------------------------------------------------------------
-
     def advance(self, to: fx.Node | None = None) -> Any:
         """Run every node in front of `to`. Without one, run to the end and return the flat outputs."""
         end = len(self.graph.nodes) if to is None else self.graph.order[to]
@@ -155,7 +152,6 @@ class Runner:
         return self.graph.trace.sources[placeholder.name].name
 
     # Looking ahead ----------------------------------------------------------------------------------------------
-
     def arguments(self, number: int, *, dense: bool = False) -> Arguments:
         """Returns what a contraction reads, by argument name and before any cut. Runs ahead as far as needed."""
         node = self.graph.contractions[number]
@@ -209,7 +205,6 @@ class Runner:
         return values
 
     # Running one node -------------------------------------------------------------------------------------------
-
     def _fetch(self, node: fx.Node, values: Values, *, edited: bool) -> tuple[Any, Any]:
         def look_up(n: fx.Node) -> Any:
             if n.op == "placeholder" and n in self.fixed and n not in values:

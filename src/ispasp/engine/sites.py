@@ -179,8 +179,6 @@ def units_along(extent: Extent, name: str) -> Tensor:
 
 
 # Statistics -----------------------------------------------------------------------------------------------------
-
-
 def read(
     site: Site, names: Sequence[str], runner: Runner, needs: Collection[str], batch: int, outputs: Tensor | None = None
 ) -> dict[str, Rows]:
@@ -259,7 +257,6 @@ class Tally:
     """
 
     def __init__(self, parts: int = 0, machine: int = 0, machines: int = 1) -> None:
-        """Start with nothing."""
         self._parts = parts
         self._machine, self._machines = machine, machines
         self._sums: dict[tuple[int | None, Hashable], Rows] = {}
@@ -285,8 +282,6 @@ class Tally:
 
 
 # Producers ------------------------------------------------------------------------------------------------------
-
-
 def producers(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> tuple[Producer, ...]:
     """Every layer that makes the hidden dimension, or the embeddings that do: one row of weights for each channel."""
     found = []

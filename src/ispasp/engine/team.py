@@ -69,7 +69,6 @@ class Team:
     """
 
     def __init__(self, wire: Wire | None = None) -> None:
-        """Work alone, or with the ranks at the other ends of a wire."""
         self._wire = wire
         self.rank, self.size = (0, 1) if wire is None else (wire.rank, wire.size)
         self._places: list[str] = []
@@ -150,16 +149,13 @@ class Team:
                 self._told = None  # an exception keeps the frames it came through, and their tensors
 
     def close(self) -> None:
-        """Give the connections back."""
         if self._wire is not None:
             self._wire.close()
 
     def __enter__(self) -> Team:
-        """The team itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Give the connections back."""
         self.close()
 
     def _at(self, what: str) -> str:
@@ -190,8 +186,6 @@ class Team:
 
 
 # Ranks must start alike: tensors and settings are compared by digests, a few bytes each -----------------------------
-
-
 def alike(team: Team, what: str, facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
     """Raise `InputError` on every rank, naming the first fact that differs, unless all ranks have the same facts.
 

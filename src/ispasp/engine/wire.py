@@ -128,7 +128,6 @@ class Wire:
 
 
 # Statistics as sums with keys, so that ranks that have seen different data can agree on what to add ----------------
-
 Key = tuple[int, str, Size]  # reading, statistic, key of its tensor
 
 

@@ -75,7 +75,6 @@ class TensorFile:
     """An open safetensors file: its metadata, and its tensors on demand."""
 
     def __init__(self, path: Path, file: Any, size: int) -> None:
-        """Made by `opened`."""
         self.metadata: dict[str, str] = file.metadata() or {}
         self._path, self._file, self._size = path, file, size
 

@@ -119,8 +119,6 @@ def _used(values: Mapping[str, Value], walks: Iterable[Tracker]) -> dict[str, Va
 
 
 # Other ways through the model ---------------------------------------------------------------------------------------
-
-
 def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
     """The contractions of one walk found again in another: the n-th use of the same parameters in the same way."""
     again: dict[Any, list[fx.Node]] = {}
@@ -189,8 +187,6 @@ def _unreached(
 
 
 # Hidden dimensions --------------------------------------------------------------------------------------------------
-
-
 def _choose_factors(walks: Sequence[Tracker], tensors: Mapping[str, Value]) -> None:
     """Of a product only one factor may lose units: heads before others, then the one with the most units."""
     values = [*tensors.values()]
@@ -274,7 +270,6 @@ def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[st
 
 
 # Cost ---------------------------------------------------------------------------------------------------------------
-
 Product = tuple[int, tuple[Extent, ...]]  # a factor times the lengths of axes that hold units
 
 
@@ -297,7 +292,6 @@ class CostModel:
         return _total(self.products, kept) // self.examples
 
     def cost(self, kept: Kept) -> Cost:
-        """Before and after."""
         return Cost(self.params(kept), self.macs(kept), self.params({}), self.macs({}))
 
 

@@ -24,7 +24,6 @@ class Reason:
     node: str = ""
 
     def __str__(self) -> str:
-        """The reason with its node."""
         return f"{self.text} ({self.node})" if self.node else self.text
 
 

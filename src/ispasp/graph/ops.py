@@ -111,8 +111,6 @@ def _same(x: Tensor) -> Tensor:
 
 
 # The table ----------------------------------------------------------------------------------------------------------
-
-
 @contraction("linear.default", weight="weight", bias="bias", channels=-1, sliced=-1, total=True)
 def _linear(a: Arguments, data: Operand) -> Sequence[Form]:
     return linear_forms(a["weight"]) if data.name == "input" else []
@@ -241,8 +239,6 @@ def _experts(a: Arguments, data: Operand) -> Sequence[Form]:
 
 
 # Reading the table --------------------------------------------------------------------------------------------------
-
-
 def op_of(node: fx.Node) -> Op | None:
     """The entry of a node's op."""
     return OPS.get(node.target) or OPS.get(str(node.target))
@@ -315,8 +311,6 @@ def without_bias(node: fx.Node, y: Tensor, given: Arguments) -> Tensor:
 
 
 # What follows a layer -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Tail:
     """A layer's output goes through `norm` and `factors` (a number per channel each), then is added to `other`.

@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from ispasp.errors import InputError
 
 # The process --------------------------------------------------------------------------------------------------------
-
 _turn = threading.RLock()
 
 
@@ -163,7 +162,6 @@ def quiet(*packages: str) -> Iterator[None]:
 
 
 # What a forward changes ---------------------------------------------------------------------------------------------
-
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _CONSTANTS = (str, bytes, int, float, complex, type, type(None))
 _DEEPEST = 6  # containers inside containers
@@ -325,7 +323,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 # Wrappers -----------------------------------------------------------------------------------------------------------
-
 _COMPILED = "_compiled_call_impl"  # what module.compile() leaves in a module
 
 

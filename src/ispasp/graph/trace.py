@@ -33,8 +33,6 @@ Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(
 
 
 # Calling a model ----------------------------------------------------------------------------------------------------
-
-
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: (args, kwargs)."""
     if isinstance(batch, Mapping):
@@ -135,8 +133,6 @@ def check_model(model: nn.Module) -> None:
 
 
 # Tracing ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Source:
     """What a placeholder stands for: a parameter or buffer of the model (by its name), an input, a constant."""
@@ -286,8 +282,6 @@ def _export_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 # Hooks that stay out of traces --------------------------------------------------------------------------------------
-
-
 def _observers(model: nn.Module, batch: Batch) -> list[Place]:
     """The users' hooks that take no part in what the model computes, and so belong in no graph.
 

@@ -199,7 +199,6 @@ class Tracker:
             self._depth -= 1
 
     # What rules use ---------------------------------------------------------------------------------------------
-
     def unite(self, node: fx.Node, x: Axis, y: Axis) -> Axis:
         """Make two axes lose the same positions."""
         return unite(x, y, Reason("cannot be matched with the axis it meets", node.name))

@@ -137,7 +137,6 @@ class Sheet:
     remarks: Sequence[Remarks] = ()
 
     def __str__(self) -> str:
-        """Text that fits the terminal (80 columns if there is none)."""
         margin = max((len(label) for label, _ in self.facts), default=0) + 2
         lines = _wrapped("", self.title)
         for label, text in self.facts:

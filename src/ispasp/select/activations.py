@@ -30,7 +30,6 @@ class TopK(Scored):
     needs = ("magnitude",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """Sum of |H| over data and positions."""
         return sum_over_layers(by_channel_sums(statistics, Magnitude), statistics.units)
 
 
@@ -47,7 +46,6 @@ class Spread(Total):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Spread:
-        """Sum over the batch and all positions."""
         H = H if H.ndim > 1 else H[None]
         X = by_channel(consumer, H).double()
         return cls(torch.stack([torch.ones_like(X).sum(1), X.sum(1), X.square().sum(1)]), len(H))

@@ -33,7 +33,6 @@ class Selector(ABC):
     needs: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
-        """Validate the fields that are made with `option`."""
         for each in fields(self):  # type: ignore[arg-type]  # this is called for dataclasses only
             value, valid = getattr(self, each.name), each.metadata.get("valid")
             if valid and value is not each.default and not valid(value):
@@ -100,14 +99,12 @@ class Search(Selector):
 
     @final
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose `keep` units."""
         evidence = Evidence(statistics)
         (found,) = self.search(evidence, [units_to_keep(keep, statistics.units)])
         return replace(evidence.selection(found.sets, converged=found.converged), scores=found.scores)
 
     @final
     def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:
-        """The units that `select` keeps at each width."""
         return [tuple(found.sets[-1]) for found in self.search(Evidence(statistics), widths)]
 
 
@@ -191,7 +188,6 @@ class ByScore(Scored):
     needs: tuple[str, ...] = ("moment", "magnitude", "producers")  # type: ignore[misc]  # elsewhere it is the class's
 
     def score(self, statistics: Statistics) -> Tensor:
-        """What the function returns, in float64."""
         found = self.function(statistics)
         try:
             scores = torch.as_tensor(found).detach().double()
@@ -208,7 +204,6 @@ class ByScore(Scored):
         return scores
 
     def __str__(self) -> str:
-        """The name of the function."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
 

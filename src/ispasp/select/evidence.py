@@ -131,7 +131,6 @@ class Evidence:
     """
 
     def __init__(self, statistics: Statistics) -> None:
-        """Nothing is computed before it is asked for."""
         self.statistics = statistics
 
     @cached_property

@@ -36,7 +36,6 @@ class FPGM(Scored):
     needs = ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """Sum of the distances to all other units."""
         filters = [_filters(producer, statistics.units) for producer in checked_producers(statistics, self.name)]
         return _summed_distances(torch.cat(filters, dim=1))
 

@@ -61,7 +61,6 @@ class ISpaSP(Selector):
         return self.iterations if self.minibatches else 0
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:
-        """Choose `keep` units."""
         return i_spasp(self._data(statistics), keep, iterations=self.iterations, rank=self.rank)
 
     def path(self, statistics: Statistics, widths: Sequence[int]) -> list[tuple[int, ...]]:

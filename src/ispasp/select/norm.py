@@ -34,7 +34,6 @@ class L1(Scored):
     needs = ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """Sum of |w|."""
         made = checked_producers(statistics, self.name)
         return sum_over_layers(((P, torch.abs(P.weight.double()).sum(1)) for P in made), statistics.units)
 
@@ -84,7 +83,6 @@ class Slimming(Scored):
     needs = ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """Sum of |gamma|."""
         scores = []
         for number, producer in enumerate(checked_producers(statistics, self.name)):
             if producer.scale is None:

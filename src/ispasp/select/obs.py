@@ -22,8 +22,6 @@ _WORTH = 1 - 1e-6  # an exchange costs at most this part of what it saves, else 
 
 
 # Least squares for whole units: what removing one costs, and adding one gains, when the others are refitted ----------
-
-
 @dataclass(frozen=True, eq=False)
 class Regression:
     """One group of one consumer: min over W' of tr (W - W')^T G (W - W'), W' zero outside the kept units.
@@ -137,8 +135,6 @@ def total_scores(fits: Sequence[Fit], units: int) -> Tensor:
 
 
 # The method ----------------------------------------------------------------------------------------------------------
-
-
 @register
 @dataclass(frozen=True)
 class OBS(Search):

@@ -34,7 +34,6 @@ class Taylor(Scored):
     needs = ("sensitivity",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """First-order change of the loss when a unit goes."""
         rows = enumerate(statistics.readings)
         taken = [required(reading, Sensitivity, number, (statistics.units,)).total for number, reading in rows]
         return torch.stack(taken).double().sum(0)

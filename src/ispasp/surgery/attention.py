@@ -52,7 +52,6 @@ class SlimMultiheadAttention(nn.Module):
         self._qkv_same_embed_dim = False
 
     def extra_repr(self) -> str:
-        """Show the number of heads."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def forward(

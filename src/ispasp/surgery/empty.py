@@ -48,7 +48,6 @@ class _EmptyNorm(nn.modules.batchnorm._BatchNorm):
     """A BatchNorm of no channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input, which has no entries."""
         return x
 
 

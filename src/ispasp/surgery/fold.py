@@ -40,7 +40,6 @@ class SameConv2d(nn.Conv2d):
     """A convolution that pads as TensorFlow's "SAME" does: by the input's size, more behind than before."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as torch calls it
-        """Pad with zeros, then convolve."""
         pads: list[int] = []
         rows = zip(input.shape[-2:], self.kernel_size, self.stride, self.dilation, strict=True)
         for size, kernel, stride, dilation in reversed(list(rows)):
@@ -54,7 +53,6 @@ class Folding:
     """The layers of a model that are replaced by plain ones, and can be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Start with no layer replaced."""
         self._model = model
         self._replaced: dict[str, tuple[nn.Module, nn.Module]] = {}  # path -> the layer, the plain one
 

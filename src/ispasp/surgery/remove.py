@@ -232,8 +232,6 @@ def set_data(tensor: Tensor, data: Tensor, grad: Tensor | None, undo: Undo) -> N
 
 
 # Weight norms -------------------------------------------------------------------------------------------------------
-
-
 def row_norms(v: Tensor, dim: int) -> Tensor:
     """Returns the norms that a weight norm over `dim` divides by."""
     norms: Tensor = torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
@@ -276,8 +274,6 @@ def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
 
 
 # Attributes ---------------------------------------------------------------------------------------------------------
-
-
 def _swap_attentions(model: nn.Module, plan: Plan, touched: Iterable[str], undo: Undo) -> list[nn.Module]:
     """Replace each cut nn.MultiheadAttention by one that runs with fewer heads. Returns the new modules."""
     heads = {a.module: kept_length(a.extent, plan.kept) for a in plan.structure.attributes if a.name == "num_heads"}
@@ -352,7 +348,6 @@ def own_sizes(module: Any) -> dict[str, Any]:
 
 
 # Integers among a module's attributes, by names such as `num_heads`, `sizes[1]` and `config.hidden_size` ------------
-
 _NUMBER = re.compile(r"(?:(?P<config>\w+)\.)?(?P<name>\w+)(?:\[(?P<index>\d+)\])?")
 
 

@@ -130,7 +130,6 @@ class Trial:
     _dropped: set[Key] = field(default_factory=set)  # of those, the ones that did harm
 
     def __post_init__(self) -> None:
-        """Choose what to run the model on."""
         self._example, self._graph = traced_example(self.model, self.batch, self.analysis)
         self._limit = tolerance(self._graph.trace)
 
@@ -205,7 +204,6 @@ class Trial:
         return relative_error(outcome, masked_output(self.analysis, self.model, self._example, kept, self._graph))
 
     # The forward fails ------------------------------------------------------------------------------------------
-
     def _adopt(self, found: Sequence[Attribute], kept: Kept) -> bool:
         """Take corrections over, for all modules of the same class. Returns whether any was new."""
         known = {_key(a) for a in self.structure.attributes}
@@ -270,7 +268,6 @@ class Trial:
         ]
 
     # The forward runs, but gives something else -------------------------------------------------------------------
-
     def _correct_difference(self, kept: Kept, error: float) -> None:
         """Find the guilty dimensions: an attribute may be wrong without making the forward fail."""
         guilty = _bisect(kept, self._is_wrong) or [self._last_straw(kept)]
@@ -310,7 +307,6 @@ class Trial:
         return False
 
     # Training -----------------------------------------------------------------------------------------------------
-
     def _try_training(self, kept: Kept) -> None:
         """Refuse the dimensions with which training fails, where it may take another way than eval mode."""
         training = self.analysis.training

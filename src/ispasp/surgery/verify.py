@@ -32,8 +32,6 @@ _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.
 
 
 # Running ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Frame:
     """A module in the middle of its forward, and its arguments."""
@@ -107,8 +105,6 @@ def masked_output(
 
 
 # Comparing ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The largest relative difference of two lists of tensors, and how many of their entries could show one.
@@ -180,8 +176,6 @@ def tolerance(trace: Trace) -> float:
 
 
 # Other values for tensors of zeros: a gate of zeros hides whatever lies behind it -------------------------------------
-
-
 def proves_nothing(tensor: Tensor) -> bool:
     """Whether a floating-point tensor is all zeros, or not all finite."""
     floating = tensor.is_floating_point() or tensor.is_complex()

@@ -67,7 +67,6 @@ class RowCompressibility:
     R: float
 
     def __post_init__(self) -> None:
-        """Validate p and R."""
         if not self.p >= 0 or not 0 <= self.R < math.inf:
             raise InputError(f"p={self.p} and R={self.R} were given: pass p > 0 and a finite R >= 0")
 

@@ -69,8 +69,6 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 # Augmentation ---------------------------------------------------------------------------------------------------
-
-
 def _flip(image: Tensor) -> Tensor:
     """Mirror half of the images."""
     mirrored = (torch.rand(len(image)) < 0.5).to(image.device)

@@ -95,7 +95,6 @@ class Healing:
     """A run: parameters, how far it has come, and their states: at the start, best by output, best of the stage."""
 
     def __init__(self, networks: Networks, examples: Examples, judges: Examples, ranks: Team) -> None:
-        """Measure the start."""
         self.networks, self.examples, self.ranks = networks, examples, ranks
         self.scaler: Any = None  # of accelerate, for fp16
         self.show = True
@@ -128,7 +127,6 @@ class Healing:
         return {name: p for name, p in self._parameters.items() if name in names}
 
     # Training ---------------------------------------------------------------------------------------------------
-
     def run(self, store: Store | None, saved: Parts) -> None:
         """Train through all stages, from the `saved` state of a checkpoint. The student ends in its best state."""
         at = self.at
@@ -222,7 +220,6 @@ class Healing:
             raise InputError("the loss is NaN or Inf on a training batch: look for NaN and Inf in the batches")
 
     # States -----------------------------------------------------------------------------------------------------
-
     def _look(self, stage: Stage, trained: Values) -> None:
         """Keep the present state if it is the best of the stage."""
         apart = self._divergence(stage.block)

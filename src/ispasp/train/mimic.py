@@ -164,8 +164,6 @@ def _blocks(traced: Trace, features: list[fx.Node]) -> tuple[frozenset[str], ...
 
 
 # Features -------------------------------------------------------------------------------------------------------
-
-
 def _features(traced: Trace) -> dict[Key, fx.Node]:
     """Bottlenecks and merges by key. Of those that differ by norms and activations only, the last one counts."""
     nodes = list(traced.graph.nodes)
@@ -235,8 +233,6 @@ def _is_float(node: fx.Node) -> bool:
 
 
 # Outputs --------------------------------------------------------------------------------------------------------
-
-
 def _outputs(traced: Trace) -> list[tuple[str, fx.Node]]:
     """The outputs that are tensors, with their names in what the model returns."""
     returned = pytree.tree_unflatten(pytree.tree_leaves(traced.graph.output_node().args[0]), traced.output)

@@ -110,7 +110,6 @@ class Teacher:
     weight: float = 0.5
 
     def __post_init__(self) -> None:
-        """Validate the settings."""
         if not isinstance(self.model, nn.Module):
             raise InputError(f"the teacher is a {type(self.model).__name__}: pass a torch.nn.Module")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
@@ -134,7 +133,6 @@ class Objective:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        """Validate the settings."""
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"label_smoothing={self.label_smoothing}: pass a number of at least 0 and below 1")
         if self.loss is not None and self.label_smoothing:

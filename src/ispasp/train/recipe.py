@@ -36,7 +36,6 @@ class Recipe(ABC):
     warmup: float
 
     def __post_init__(self) -> None:
-        """Validate the settings."""
         _check("lr", self.lr, lambda lr: lr > 0, "a learning rate above 0")
         _check("weight_decay", self.weight_decay, lambda decay: decay >= 0, "a number of 0 or more")
         if self.schedule not in SCHEDULES:
@@ -76,14 +75,12 @@ class Sgd(Recipe):
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validate the settings."""
         super().__post_init__()
         _check("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1")
         if self.nesterov and not self.momentum:
             raise InputError("nesterov=True needs momentum: pass momentum=0.9")
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """torch.optim.SGD."""
         return torch.optim.SGD(
             parameters, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
         )
@@ -104,7 +101,6 @@ class AdamW(Recipe):
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
-        """Validate the settings."""
         super().__post_init__()
         if not (isinstance(self.betas, (tuple, list)) and len(self.betas) == 2):
             raise InputError(f"betas={self.betas!r}: pass two numbers, such as (0.9, 0.999)")
@@ -112,7 +108,6 @@ class AdamW(Recipe):
             _check("betas", beta, lambda beta: 0 <= beta < 1, "two numbers from 0 to below 1")
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """torch.optim.AdamW."""
         return torch.optim.AdamW(parameters, self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
 

@@ -35,7 +35,6 @@ class Geometry:
     output_padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise for combinations that torch does not have either."""
         if not is_integer(self.groups) or self.groups < 1:
             raise InputError(f"groups={self.groups!r}: pass an integer >= 1")
         if self.padding_mode not in get_args(PaddingMode):
@@ -144,7 +143,6 @@ class _Layer(ABC):
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check the weight, units and scale, and detach them."""
         checked_tensor(f"a {self.role}'s weight", self.weight)
         shape = tuple(self.weight.shape)
         if len(shape) not in self.ranks:
@@ -208,7 +206,6 @@ class Producer(_Layer):
 
     @property
     def channels(self) -> int:
-        """Number of output channels."""
         return self.weight.shape[0]
 
     outputs = channels
@@ -269,20 +266,16 @@ class LinearConsumer(Consumer):
 
     @property
     def channels(self) -> int:
-        """Number of input channels."""
         return self.weight.shape[1]
 
     @property
     def outputs(self) -> int:
-        """Number of output channels."""
         return self.weight.shape[0]
 
     def grouped_weight(self) -> Tensor:
-        """The weight as the only one of its group. (1, outputs, channels)"""
         return self.weight[None]
 
     def ungrouped(self, weight: Tensor) -> Tensor:
-        """The inverse of `grouped_weight`."""
         return weight[0]
 
     def __call__(self, H: Tensor) -> Tensor:
@@ -309,29 +302,24 @@ class ConvConsumer(Consumer):
     geometry: Geometry = Geometry()
 
     def __post_init__(self) -> None:
-        """Check the geometry as well."""
         super().__post_init__()
         self.geometry.check(tuple(self.weight.shape))
 
     @property
     def channels(self) -> int:
-        """Number of input channels."""
         rows, columns = self.weight.shape[:2]
         return rows if self.geometry.transposed else columns * self.geometry.groups
 
     @property
     def outputs(self) -> int:
-        """Number of output channels."""
         rows, columns = self.weight.shape[:2]
         return columns * self.geometry.groups if self.geometry.transposed else rows
 
     def grouped_weight(self) -> Tensor:
-        """The weight as (groups, outputs / groups, channels / groups, *kernel)."""
         split = self.weight.reshape(self.geometry.groups, -1, *self.weight.shape[1:])
         return split.transpose(1, 2) if self.geometry.transposed else split
 
     def ungrouped(self, weight: Tensor) -> Tensor:
-        """The inverse of `grouped_weight`, for any number of channels."""
         return (weight.transpose(1, 2) if self.geometry.transposed else weight).flatten(0, 1)
 
     def __call__(self, H: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ class FrozenAxis:
     node: str = ""
 
     def __str__(self) -> str:
-        """One line."""
         return f"{self.name}: {self.reason}" + (f" ({self.node})" if self.node else "")
 
 
@@ -64,7 +63,6 @@ class Cost:
     dense_macs: int
 
     def __str__(self) -> str:
-        """Both counts, with the fraction that is left."""
         return (
             f"parameters {self.dense_params:,} -> {self.params:,} ({self.params / max(self.dense_params, 1):.1%}), "
             f"MACs {self.dense_macs:,} -> {self.macs:,} ({self.macs / max(self.dense_macs, 1):.1%})"

@@ -30,7 +30,6 @@ class Plan:
     structure: Structure = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Raise for kept units that the structure does not have."""
         for name, kept in self.kept.items():
             units = self.structure.units.get(name)
             if units is None:
@@ -71,11 +70,9 @@ class Plan:
         ]
 
     def __str__(self) -> str:
-        """A table of how many units stay, and which."""
         return str(self._sheet())
 
     def _repr_html_(self) -> str:
-        """The same table for notebooks."""
         return self._sheet().html()
 
     def _sheet(self) -> Sheet:

@@ -119,7 +119,6 @@ class Moment(Statistic):
     examples: int
 
     def __post_init__(self) -> None:
-        """Reject a bare tensor."""
         if not isinstance(self.maps, Mapping):
             raise InputError(
                 f"the maps of a Moment are a {type(self.maps).__name__}: pass {{size: sum}}, for a linear consumer "
@@ -134,12 +133,10 @@ class Moment(Statistic):
         return cls({tuple(total.shape[1:]): total}, _examples(H))
 
     def tensors(self) -> Mapping[Size, Tensor]:
-        """The map of each size."""
         return self.maps
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
-        """Build it from the map of each size."""
         return cls(tensors, examples)
 
 
@@ -151,12 +148,10 @@ class Total(Statistic):
     examples: int
 
     def tensors(self) -> Mapping[Size, Tensor]:
-        """The tensor, under ()."""
         return {(): self.total}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
-        """Build it from the tensor under ()."""
         return cls(tensors[()], examples)
 
 
@@ -168,7 +163,6 @@ class Magnitude(Total):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        """Sum |H| over the batch and all positions."""
         over = (0, *range(2, H.ndim)) if isinstance(consumer, ConvConsumer) else tuple(range(H.ndim - 1))
         return cls(H.abs().sum(over, dtype=torch.float64) if over else H.abs().double(), _examples(H))
 
@@ -185,7 +179,6 @@ class Gram(Total):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        """Sum X X^T over the patches X that meet the weight."""
         X = patches(consumer, H).double()  # (groups, K, N)
         return cls(X @ X.mT, _examples(H))
 
@@ -202,7 +195,6 @@ class Sensitivity(Total):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        """Raise: it takes a loss and a backward pass."""
         raise InputError("activations alone give no sensitivity: pass loss= to ispasp.prune")
 
 
@@ -235,7 +227,6 @@ class Reading:
     statistics: Mapping[str, Statistic]
 
     def __init__(self, consumer: Consumer, *statistics: Statistic) -> None:
-        """Store the statistics by name."""
         other = [each for each in statistics if not isinstance(each, Statistic)]
         if other:
             raise InputError(f"a Reading got a {type(other[0]).__name__}: pass statistics such as Moment or Gram")
@@ -271,7 +262,6 @@ class Reading:
         return self.get(Sensitivity)
 
     def __add__(self, other: Reading) -> Reading:
-        """Merge the statistics of two parts of the data for the same consumer."""
         if self.statistics.keys() != other.statistics.keys():
             raise InputError(
                 "a statistic was taken on one part of the data only: take the same statistics on every part"
@@ -295,7 +285,6 @@ class Statistics:
     parts: tuple[Statistics, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise if the readings cannot belong to one hidden dimension."""
         if not isinstance(self.readings, Sequence) or not all(isinstance(r, Reading) for r in self.readings):
             raise InputError(f"readings is a {type(self.readings).__name__}: pass a tuple of Reading, one per consumer")
         if not self.readings:
@@ -310,7 +299,6 @@ class Statistics:
                 )
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Merge the statistics of two parts of the data."""
         if (self.units, len(self.readings)) != (other.units, len(other.readings)):
             raise InputError(
                 f"statistics of {self.units} units and {len(self.readings)} consumers cannot be added to those of "
@@ -368,7 +356,6 @@ class Selection:
         return tuple(step.moment_residual for step in self.steps)
 
     def __repr__(self) -> str:
-        """One line a person can read."""
         shown = ", ".join(map(str, self.kept[:8])) + (", ..." if len(self.kept) > 8 else "")
         text = f"kept {len(self.kept)} units [{shown}], iterations={self.iterations}, converged={self.converged}"
         last = self.steps[-1] if self.steps else self.start

@@ -12,7 +12,6 @@ from ispasp.graph.ops import Operand
 from ispasp.graph.track import Tracker, Value, common_parameters, freeze_all, fresh, listed, rule
 
 # Each position alone ------------------------------------------------------------------------------------------------
-
 UNARY = """
 relu relu_ gelu gelu_ silu silu_ sigmoid sigmoid_ tanh tanh_ elu elu_ selu selu_ celu celu_ mish mish_ softplus
 hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu leaky_relu_ relu6 relu6_
@@ -107,7 +106,6 @@ def _made(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
 
 
 # Sums over an axis --------------------------------------------------------------------------------------------------
-
 _INNER = "is summed over between activations"
 
 Named = tuple[str, Value]  # an argument with its name in the op's schema

@@ -12,7 +12,6 @@ from ispasp.graph.rules.arithmetic import broadcast
 from ispasp.graph.track import Tracker, Value, freeze_all, fresh, listed, rule
 
 # Reductions ---------------------------------------------------------------------------------------------------------
-
 _GRN = (
     "global response normalisation averages over these channels: each one scales all others, by an amount that depends "
     "on the data, so no weights can make removing equal to masking"
@@ -70,8 +69,6 @@ def _triangle(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
 
 
 # Normalisations -----------------------------------------------------------------------------------------------------
-
-
 def _each_channel(t: Tracker, node: fx.Node, x: Value, arguments: dict[str, Any]) -> Value:
     axis = x.axes[1]
     for parameter in (arguments[name] for name in ("weight", "bias", "running_mean", "running_var")):
@@ -142,8 +139,6 @@ def _weight_norm(t: Tracker, node: fx.Node, v: Value, g: Value, dim: int = 0) ->
 
 
 # Pooling and interpolation ------------------------------------------------------------------------------------------
-
-
 _SPATIAL = """
 max_pool avg_pool lp_pool adaptive_max_pool adaptive_avg_pool _adaptive_avg_pool reflection_pad replication_pad
 upsample_nearest upsample_linear upsample_bilinear upsample_bicubic upsample_trilinear
@@ -164,8 +159,6 @@ def _sampled(t: Tracker, node: fx.Node, x: Value, grid: Value, **_: Any) -> Valu
 
 
 # Indexing -----------------------------------------------------------------------------------------------------------
-
-
 @rule("select.int")
 def _select(t: Tracker, node: fx.Node, x: Value, dim: int, index: Any) -> Value:
     t.freeze(node, x, [dim], "is indexed by position")
