@@ -46,12 +46,12 @@ def apply_(
     optimizer: torch.optim.Optimizer | None = None,
     checked_by: Survey | None = None,
 ) -> nn.Module:
-    """Remove from the model, in place, every unit that the plan does not keep. Returns the model.
+    """Remove every unit that the plan does not keep, in place. Returns the model.
 
     With a `batch` the result is verified: the pruned model must give what the dense one gives with removed units
     masked where they are read, else `SurgeryError` names the guilty dimension. On any failure the model is exactly as
-    before. The state of an `optimizer` (momentum, moments) is cut too. `checked_by` is the survey of this very model on
-    this batch; it saves tracing the model again.
+    before. The state of an `optimizer` (momentum, moments) is cut too. `checked_by`: the survey of this model on this
+    batch, which saves tracing it again.
 
     >>> from ispasp import survey
     >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4)
@@ -70,7 +70,7 @@ def apply_(
                 remember_(inner, plan, undo)
         else:
             batch = one_batch(inner, batch)
-            if checked_by is None:  # all layers are folded that a survey folds
+            if checked_by is None:  # it folds what a survey folds
                 checked_by = survey_kinds(inner, batch, (), scope="all", check=False, folds=layers)
             else:
                 with fitting(inner):
@@ -117,7 +117,7 @@ def _apply_and_verify(
 
 
 def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> str:
-    """Returns a hidden dimension whose removal alone does not equal masking."""
+    """Find a hidden dimension whose removal alone does not equal masking."""
 
     def wrong(names: list[str]) -> bool:
         part = Plan({name: plan.kept[name] for name in names}, plan.structure)
@@ -135,7 +135,7 @@ def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> s
 
 @contextmanager
 def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
-    """Make the model compute as if the units that the plan does not keep were gone. Shapes stay.
+    """Mask the units that the plan does not keep: the model computes as if they were gone. Shapes stay.
 
     Weights that read removed units are zero inside the block, which is exact. The output on the `batch` (one, as for
     `survey`) is compared with that of surgery; `SurgeryError` is raised where zero weights do not mask the units.
@@ -180,7 +180,7 @@ def _mask(model: nn.Module, plan: Plan, batch: Batch, undo: Undo) -> None:
 
 
 def _reading(analysis: Analysis) -> dict[str, set[int]]:
-    """Returns the axes of parameters that contractions sum over."""
+    """The axes of parameters that contractions sum over."""
 
     def atoms(*axes: Axis) -> set[Atom]:
         return {atom for axis in axes for segment in resolve(axis) for atom in segment}

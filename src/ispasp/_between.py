@@ -1,4 +1,4 @@
-"""Layer by layer with training in between, as the paper does."""
+"""Prune layer by layer with training in between, as the paper does."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def pruned_between(
 ) -> Result:
     """Prune one hidden dimension at a time, in order, and let `train(model)` train the model after each.
 
-    Every dimension is pruned with what the model then is; the plan says what has become of the dense model. Training
-    cannot be taken back: after a failure the model is as far as it has come. Several machines must train together, so
-    that the weights stay the same on all of them.
+    Each step prunes the model as trained so far; the plan refers to the dense model. Training cannot be undone: after a
+    failure the model stays as far as it has come. Ranks must train together, so that their weights stay the same.
     """
     batches = batches_in(batches, model)
     with ranks.together("the predictions of the dense model"), evaluating(model):
@@ -53,13 +52,13 @@ def pruned_between(
         results.append(prune_(model, batches, part, ranks))
         with ranks.together(f"the training after {layer.name!r}"):
             train(model)
-        weights_alike(ranks, model)  # also what was trained last: ranks that train apart end with different models
+        weights_alike(ranks, model)  # ranks that train apart end with different models
     structure = _with_biases(trial.plan.structure, results)
     folded = dict.fromkeys(path for r in (trial, *results) for path in r.plan.structure.folded)
     structure = replace(structure, folded=tuple(folded))
     gained = sum(len(model.get_parameter(f"{path}.bias")) for path in structure.biases)
     plan = Plan({name: kept for r in results for name, kept in r.plan.kept.items()}, structure)
-    record_(model, (*plans, plan), Undo())  # one plan in the place of one for each layer
+    record_(model, (*plans, plan), Undo())  # one plan instead of one per layer
     return Result(
         model,
         plan,
@@ -79,7 +78,7 @@ def pruned_between(
 def _with_biases(dense: Structure, results: Iterable[Result]) -> Structure:
     """The dense structure with the biases that compensation has added on the way.
 
-    A result knows the model as it was then; an extent over dimensions that were already pruned gets their dense units.
+    A result describes the model at its step: extents over already pruned dimensions get their dense units back.
     """
     tensors = dict(dense.tensors)
     biases: list[str] = []

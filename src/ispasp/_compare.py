@@ -146,7 +146,7 @@ def _labelled(methods: Sequence[Any]) -> dict[str, Any]:
 
 
 def _scoring(evaluate: Evaluate, before: dict[str, Any]) -> Evaluate:
-    """`evaluate` for one call of `prune`, which scores the dense model first: this happens once for all calls."""
+    """`evaluate` for one call of `prune`. The dense model, which `prune` scores first, is scored once for all calls."""
     calls = itertools.count()
 
     @wraps(evaluate)

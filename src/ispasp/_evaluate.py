@@ -26,7 +26,7 @@ _FEATURES = ("last_hidden_state", "pooler_output", "image_embeds", "text_embeds"
 
 @dataclass(frozen=True)
 class Scores:
-    """What the user's `evaluate` returned for the dense model and the pruned one, by name."""
+    """Scores of the dense model and the pruned one by the user's `evaluate`, by name."""
 
     before: Mapping[str, float]
     after: Mapping[str, float]
@@ -37,11 +37,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the pruned model's outputs agree with the dense model's on calibration data, without labels.
+    """Agreement of the pruned model's outputs with the dense model's on calibration data, without labels.
 
     `rate` is the fraction of equal predictions (the largest class of every example, token or pixel); None where outputs
     are not classes. `difference` is ||y' - y|| / ||y|| over the outputs. Tokens that an attention mask marks as padding
-    are left out. Without `held_out` the network was fitted to these very examples, and both numbers look too good.
+    are left out. Without `held_out` the network was fitted to these examples, so both numbers look too good.
     """
 
     rate: float | None
@@ -59,7 +59,7 @@ class Agreement:
 
 
 def scored(evaluate: Evaluate | None, model: nn.Module, team: Team) -> dict[str, float]:
-    """Call the user's function, if there is one, on the model in eval mode; all machines take rank 0's numbers."""
+    """Call the user's function, if there is one, on the model in eval mode; all ranks take rank 0's numbers."""
     if evaluate is None:
         return {}
     with team.together("the evaluation"):
@@ -86,12 +86,12 @@ def _numbers(evaluate: Evaluate, found: Any) -> dict[str, float]:
 
 
 def number(value: float | None) -> str:
-    """A score as people read it."""
+    """Format a score."""
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
 class Judge:
-    """The dense model's predictions on some batches, to be compared with the pruned model's."""
+    """The dense model's predictions on some batches, to compare the pruned model's with."""
 
     def __init__(self, model: nn.Module, held: Sequence[Batch], first: Batch) -> None:
         """Run the dense model on at most 256 held-out examples, or on the first batch if none are held out."""
@@ -108,7 +108,7 @@ class Judge:
             raise InputError(f"the model does not run on a held-out batch: {type(error).__name__}: {error}") from error
 
     def agreement(self, model: nn.Module, team: Team) -> Agreement:
-        """Compare the pruned model's predictions with the dense model's, on the batches of all machines."""
+        """Compare the pruned model's predictions with the dense model's, on the batches of all ranks."""
         with team.together("the comparison of predictions"):
             try:
                 pruned = self._predictions(model)
@@ -132,7 +132,7 @@ class Judge:
 
 
 def check_runs(model: nn.Module, batch: Batch) -> None:
-    """Raise if the pruned model does not run on a whole batch, of which calibration used a part."""
+    """Raise if the pruned model fails on a whole batch of which calibration used a part."""
     try:
         with evaluating(model):
             run_and_restore(model, batch)
@@ -143,9 +143,9 @@ def check_runs(model: nn.Module, batch: Batch) -> None:
         ) from error
 
 
-# Outputs: what is compared of them ------------------------------------------------------------------------------
+# Model outputs --------------------------------------------------------------------------------------------------
 class _Output(NamedTuple):
-    """The tensor that matters of an output, its axis of classes if it has one, and its values without padding."""
+    """The main tensor of a model's output, its class axis if it has one, and its values without padding."""
 
     tensor: Tensor
     axis: int | None
@@ -173,7 +173,7 @@ def _output(output: Any, batch: Batch) -> _Output | None:
 
 
 def _class_axis(output: Tensor, batch: Batch, named: bool) -> int | None:
-    """The axis of classes: the second of images, else the last; None for an output of an input's shape, a signal."""
+    """The class axis: the second of images, else the last; None if the output has the shape of an input."""
     if output.ndim < 2 or (not named and output.shape in [leaf.shape for leaf in tensors_of(batch)]):
         return None
     axis = 1 if output.ndim > 3 else output.ndim - 1
@@ -189,7 +189,7 @@ def _mask(batch: Batch, output: Tensor) -> Tensor | None:
 
 
 def divergence(output: Any, dense: Any, batch: Batch) -> float:
-    """How far a network's output is from the dense one's: KL for classes, else the relative squared error.
+    """Divergence of an output from the dense one: KL for classes, else the relative squared error.
 
     >>> y = torch.tensor([[2.0, 0.0]])
     >>> divergence(y, y, torch.ones(1, 3)), round(divergence(-y, y, torch.ones(1, 3)), 4)
@@ -263,7 +263,7 @@ def _compared(dense: _Predicted, pruned: _Predicted) -> Tensor:
 # BatchNorm ------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: Undo) -> None:
-    """Set the running statistics of every BatchNorm to their mean over all calls, on all machines.
+    """Set the running statistics of every BatchNorm to their mean over all calls, on all ranks.
 
     Every BatchNorm sees inputs that the ones before it have normalised by the statistics of the same batch.
     """

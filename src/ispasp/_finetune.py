@@ -91,8 +91,8 @@ def finetune(
     - `epochs`: passes over the loader, 0.5 for half of one.
     - `recipe`: `Sgd(lr=0.01)` (momentum, cosine) or `AdamW(lr=5e-5)` (linear decay).
     - `teacher`: the dense model, or `Teacher(dense, temperature=2, weight=0.5)`: learn from its outputs as well.
-    - `accumulate`: batches per step, weighed by their examples: two halves equal one whole batch, except in BatchNorm.
-    - `mixed_precision`: "bf16", "fp16" (GPU), or None: what `accelerate launch` was told, else full precision.
+    - `accumulate`: batches per step, weighted by their examples: two halves equal one whole batch, except in BatchNorm.
+    - `mixed_precision`: "bf16", "fp16" (GPU), or None: the setting of `accelerate launch`, else full precision.
     - `checkpoint`: a folder. Call again with the same arguments to resume an interrupted run from its last checkpoint,
       written every `checkpoint_every` steps. It ends in the same parameters, on a CPU with as many threads to the bit.
       A finished run does not run again.
@@ -158,7 +158,7 @@ def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, eve
 
 
 def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
-    """The batches in what was given, as for `prune`. They must have a length."""
+    """The batches of a loader, as for `prune`. They must have a length."""
     if hasattr(loader, "__len__"):
         loader = batches_in(loader, model)
     try:

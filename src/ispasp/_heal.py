@@ -53,13 +53,13 @@ class Heal:
     epochs, steps, time   limits, time in seconds; without any, 20 epochs but at least 300 and at most 3,000 steps
     lr        the highest learning rate of Adam; None takes it from the sizes of the weights
     augment   "flip", "crop" (image tensors), a tuple of them, or a function of a batch of inputs. The dense model sees
-              the same inputs, so that any change is right that leaves inputs of the kind the model is for
+              the same inputs, so any change will do that keeps them like the model's own
     blocks    train one block after the other, each towards the dense features at its end, instead of all at once:
-              gradients and their activations are of one block only
+              gradients and activations take the memory of one block
     batch     examples in a step, at most as many as in the batches given
     seed      of the order of examples and the augmentation
-    mixed_precision   "bf16", "fp16" (GPU), or None: what `accelerate launch` was told, else full precision
-    checkpoint        a folder: an interrupted run goes on from there when called again in the same way
+    mixed_precision   "bf16", "fp16" (GPU), or None: the setting of `accelerate launch`, else full precision
+    checkpoint        a folder: call again with the same arguments to resume an interrupted run
     checkpoint_every  steps between checkpoints
 
     >>> Heal(time=60, augment=("flip", "crop")).epochs is None
@@ -89,7 +89,7 @@ class Heal:
         augmentation(self.augment)
 
     def limit(self, steps_per_epoch: float) -> float:
-        """How many steps to take in all, infinite where time is the only limit."""
+        """Total number of steps; infinite if time is the only limit."""
         steps = min(self.steps or math.inf, math.inf if self.epochs is None else self.epochs * steps_per_epoch)
         if math.isinf(steps) and self.time is None:
             steps = min(max(_EPOCHS * steps_per_epoch, _LEAST_STEPS), _MOST_STEPS)
@@ -98,7 +98,7 @@ class Heal:
 
 @dataclass(frozen=True, eq=False)
 class HealResult:
-    """What healing gained. `before` and `after` are divergences from the dense outputs on held-out examples."""
+    """Result of healing. `before` and `after` are divergences from the dense outputs on held-out examples."""
 
     model: nn.Module = field(repr=False)
     before: float
@@ -117,7 +117,7 @@ class HealResult:
 
     @property
     def gained(self) -> float:
-        """The part of the divergence that is gone, from 0 to 1."""
+        """Fraction of the divergence that is gone, from 0 to 1."""
         return 1 - self.after / self.before if self.before else 0.0
 
     def record(self) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def heal(
 
     Compares the outputs (KL divergence of logits, relative squared error of anything else) and all features of equal
     shape on the way, such as the residual stream after every block. BatchNorm statistics stay as they are. About an
-    eighth of the examples are held out: they choose the state that is kept. The model is never
-    worse on them than before. After an error it is as before; after Ctrl-C it is the best so far.
+    eighth of the examples are held out, and the best state on them is kept: the model is never worse there than before.
+    After an error it is as before; after Ctrl-C it is the best so far.
 
     `batches` are as for `prune`, and are all held in memory. With torchrun or accelerate launch each process passes its
     own part of the examples, and gradients are averaged. With accelerate (`pip install 'ispasp[train]'`) healing runs
@@ -183,7 +183,7 @@ def healed(
     *,
     progress: bool = True,
 ) -> HealResult:
-    """`heal` for batches that are ready for the model, some of them held out. Ranks average their gradients."""
+    """`heal` on prepared batches, with some held out. Ranks average their gradients."""
     start = time.monotonic()
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -220,7 +220,7 @@ def healed(
 
 
 def _store(config: Heal, counts: Mapping[str, int], ranks: Team, accelerator: Any) -> Store | None:
-    """Where checkpoints are, and what two runs must have in common for one to continue the other's."""
+    """The checkpoint of a run, with the settings that a resumed run must share."""
     if config.checkpoint is None:
         return None
     names = ("epochs", "steps", "time", "lr", "augment", "blocks", "batch", "seed")

@@ -1,4 +1,4 @@
-"""From `keep` to the number of units that stay in each hidden dimension, and the paper's recipes."""
+"""`keep`, resolved to a number of units for each hidden dimension, and the paper's recipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ispasp.types.plan import Plan
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to keep of one of the paper's networks: hidden dimension -> fraction. All others stay whole.
+    """One of the paper's networks: hidden dimension -> kept fraction. All others stay whole.
 
     `source` quotes the paper, `paper_macs` is the count in its Table 1, `note` says where the text is ambiguous, and
     `kernel` is the kernel size of the named convolutions.
@@ -122,15 +122,15 @@ class Inside:
 
 @dataclass(frozen=True)
 class Widths:
-    """How many units stay in each hidden dimension that loses some, and which ones where the user names them."""
+    """Number of kept units of each pruned hidden dimension, and the units that the user named."""
 
     counts: Mapping[str, int]
     given: Mapping[str, tuple[int, ...]]
-    curves: Mapping[str, Curve] = field(default_factory=dict)  # of errors, where they were taken
+    curves: Mapping[str, Curve] = field(default_factory=dict)  # of errors, if measured
 
 
 def check_keep(keep: Any) -> None:
-    """Check what can be checked of `keep` without a model."""
+    """Check `keep` as far as possible without a model."""
     if isinstance(keep, str) and keep in recipes:
         raise InputError(f"keep={keep!r} is the name of a recipe: pass keep=ispasp.recipes[{keep!r}]")
     if is_integer(number := _plain(keep)) and number == 1:
@@ -141,7 +141,7 @@ def check_keep(keep: Any) -> None:
     for pattern, wanted in _rules(keep).items():
         _check_pattern(pattern)
         amount = _plain(wanted)
-        if not _are_units(amount) and (pattern == "*" or not _is_none(amount)):
+        if not _are_units(amount) and (pattern == "*" or not _removes_all(amount)):
             units_to_keep(amount, sys.maxsize, "every hidden dimension")
 
 
@@ -162,7 +162,7 @@ def widths(
         wanted = _amount(keep, d.name)
         if wanted is None:
             continue
-        if _is_none(wanted) or (isinstance(keep, Plan) and not wanted):
+        if _removes_all(wanted) or (isinstance(keep, Plan) and not wanted):
             count, given[d.name] = 0, ()
         elif _are_units(wanted):
             given[d.name] = _checked_units(wanted, d)
@@ -204,17 +204,17 @@ def _rules(keep: Any) -> Mapping[str, Any]:
 
 
 def _amount(keep: Any, name: str) -> Any:
-    """What the first pattern that fits a name asks for; None where none fits."""
+    """The value of the first pattern that fits a name; None if none fits."""
     return next((_plain(wanted) for pattern, wanted in _rules(keep).items() if _matches(name, pattern)), None)
 
 
 def _plain(wanted: Any) -> Any:
-    """Numpy's and torch's numbers and arrays as Python's."""
+    """Convert numbers and arrays of NumPy and torch to Python."""
     return wanted.tolist() if hasattr(wanted, "tolist") else wanted
 
 
-def _is_none(wanted: Any) -> bool:
-    """Whether a whole hidden dimension is to go."""
+def _removes_all(wanted: Any) -> bool:
+    """Whether the whole hidden dimension is removed."""
     return is_integer(wanted) and wanted == 0
 
 
@@ -233,7 +233,7 @@ def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple
 
 
 def _check_plan(plan: Plan, dimensions: Sequence[HiddenDimension]) -> None:
-    """A plan names units by number, so the model must have as many."""
+    """Check that the model has as many units as the plan was made for."""
     for d in dimensions:
         planned = plan.structure.units.get(d.name, d.units)
         if planned != d.units:

@@ -1,4 +1,4 @@
-"""What `prune` is given: validated options, suggestions for misspelt ones, and the user's batches."""
+"""Arguments of `prune`: validated options, hints for misspelt ones, and the user's batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Order = Literal["sequential", "oneshot", "global"]
 
-_REMOVED = ("sparsity", "ratio", "pruning_ratio", "amount")  # other libraries' names for the part that goes
+_REMOVED = ("sparsity", "ratio", "pruning_ratio", "amount")  # other libraries' names for the fraction that is removed
 _ELSEWHERE = {"importance": "method", "criterion": "method", "ignored_layers": "skip", "exclude": "skip"}
 
 
@@ -143,13 +143,13 @@ class Options:
         return self.order == "sequential" or self.compensate == "dense" or bool(self.heal)
 
     def deciding(self) -> dict[str, Any]:
-        """The options that decide the result: they must be the same on all machines."""
+        """Options that decide the result: they must be the same on all ranks."""
         own = ("method", "input_of", "memory", "timeout", "optimizer", "progress", "evaluate")
         shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         return {"method": selector(self.method), **shared}
 
     def described(self) -> dict[str, Any]:
-        """The settings as JSON values, and the versions of the software."""
+        """The settings and software versions, as JSON values."""
         named = "compensate order scope search least round_to recalibrate memory ridge refit hold_out".split()
         plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
         lists = {"kinds": list(self.kinds), "skip": [str(each) for each in self.skip]}
@@ -158,7 +158,7 @@ class Options:
 
 
 def options_for(model: nn.Module, given: Mapping[str, Any]) -> Options:
-    """Validate the arguments of `prune` for a model, in all forms that they may have."""
+    """Validate the arguments of `prune` and bring them into one form."""
     chosen = dict(given)
     if chosen["method"] == "auto":
         chosen["method"] = best_method(chosen["order"])
@@ -186,7 +186,7 @@ def whole(value: object) -> bool:
 
 
 def suggest_names(verb: Callable[P, R]) -> Callable[P, R]:
-    """Make a function answer an unknown option with the nearest known one, on all machines.
+    """Decorator: an unknown option raises `OptionError` with the nearest known name, on all ranks.
 
     >>> suggest_names(lambda *, method: method)(methd="l1")
     Traceback (most recent call last):
@@ -226,7 +226,7 @@ def _described(keep: Any) -> int | float | str:
 
 
 def best_method(order: object) -> str:
-    """The method that measured best without labels (docs/results); a global order takes scores, which `l1` has."""
+    """The best measured method without labels (docs/results); `order="global"` needs scores, which `l1` has."""
     return "l1" if order == "global" else "obs"
 
 
@@ -243,10 +243,10 @@ def _skipped(model: nn.Module, skip: Any) -> tuple[str | Inside, ...]:
 
 
 class Inputs:
-    """The user's batches, as often as they are needed, up to the number of examples that the options allow."""
+    """The user's batches, which can be iterated again and again, up to the allowed number of examples."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], options: Options) -> None:
-        """Look at the first batch, and see that the model runs on it."""
+        """Read the first batch and check that the model runs on it."""
         for name, value in named_tensors(model).items():
             if value.is_meta:
                 raise InputError(f"{name!r} is on the meta device and has no values: load the model's weights first")
@@ -255,8 +255,8 @@ class Inputs:
         self._options = options
         self._list: list[Pair] | None = None
         self._held: list[Pair] = []
-        self._taken, self._more = 0, False  # examples of the last time, and whether some were left
-        self.divided: Batch | None = None  # a batch of which some examples are held out
+        self._taken, self._more = 0, False  # examples of the last pass, and whether some were left out
+        self.divided: Batch | None = None  # the batch that is held out in part
         first = first_in(self._given)
         self._labels = Labels() if options.input_of else find_labels(model, placed(first, model))
         ((self.first, _),) = self._within_limit([first])
@@ -271,7 +271,7 @@ class Inputs:
             self._divide()
 
     def _divide(self) -> None:
-        """Keep all batches in memory (inputs only, not activations), some of them apart."""
+        """Keep all batches in memory (inputs only, not activations), and hold some out."""
         labelled = self._options.loss is not None
         pairs = [(batch, given if labelled else batch) for batch, given in self.pairs()]
         self._list, self._held = held_out(pairs) if self._options.hold_out else (pairs, [])
@@ -283,15 +283,15 @@ class Inputs:
 
     @property
     def examples(self) -> int:
-        """How many examples there are to calibrate with; those of the first batch until all were read once."""
+        """Number of calibration examples; before all are read, that of the first batch."""
         return max(self._taken - sum(count_examples(batch) for batch in self.held_out()), count_examples(self.first))
 
     def again(self) -> Iterator[Batch]:
-        """The batches to calibrate with, from the first one on."""
+        """Iterate over the calibration batches."""
         return (batch for batch, _ in self.pairs())
 
     def pairs(self) -> Iterator[Pair]:
-        """Each of them as the model takes it, and as it was given."""
+        """Iterate over pairs: the inputs of the model, and the batch as given."""
         pair = None
         for pair in self._within_limit(self._given) if self._list is None else self._list:
             yield pair
@@ -299,9 +299,9 @@ class Inputs:
             raise InputError(NO_BATCHES)
 
     def _within_limit(self, batches: Iterable[Any]) -> Iterator[Pair]:
-        """Batches up to the limit. One that the user has set divides the last batch.
+        """Yield batches up to the limit, which may cut the last one short.
 
-        Ours ends with a whole batch, since every new shape has to be traced, unless half of the examples are missing.
+        "auto" ends with a whole batch, since every new shape is traced, unless half of the examples would be missing.
         """
         limit, most, taken, more = self._options.examples, None, 0, False
         for pair in prepared(batches, self._model, self._labels, self._options.input_of):
@@ -316,19 +316,19 @@ class Inputs:
         self._taken, self._more = taken, more
 
     def held_out(self) -> Sequence[Batch]:
-        """Batches that are not calibrated with; none where there are few examples, or batches are not listed."""
+        """Held-out batches; none if there are few examples, or batches are not kept in memory."""
         return [batch for batch, _ in self._held]
 
     def described(self, team: Team) -> dict[str, Any]:
-        """The number of examples on all machines, those held out among them, whether some were left, and labels."""
+        """Numbers of examples on all ranks, and which labels were found, for `result.settings`."""
         held = sum(count_examples(batch) for batch in self.held_out())
         counts = {"examples": team.total(self._taken), "held_out_examples": team.total(held)}
         labels = str(self._labels) if self._labels else None
         return {**counts, "all_examples": not team.total(int(self._more)), "labels": labels}
 
     def other_kinds(self, example: Batch) -> list[Batch]:
-        """The first batch of every kind (shapes, dtypes, other values) but the example's, held-out ones among them."""
-        # The rest of a divided batch stands for all of it: another size of it need not be traced.
+        """The first batch of every kind (shapes, dtypes, other values) but the example's, held-out ones included."""
+        # The held-out rest of a divided batch has another size, which need not be traced.
         found = {signature(example): example}
         for batch in chain(self.again(), () if self.divided is not None else self.held_out()):
             found.setdefault(signature(batch), batch)
@@ -336,7 +336,7 @@ class Inputs:
 
 
 def _try(model: nn.Module, batch: Batch) -> Batch:
-    """Run the model on two examples, or on all where it does not take so few; returns what it ran on."""
+    """Run the model on two examples, or on all of them if that fails; returns the batch it ran on."""
     small = first_of(batch, 2)
     with suppress(Exception):
         run_and_restore(model, small)

@@ -37,7 +37,7 @@ Outputs = Mapping[int, tuple[Tensor, float]]  # of each site, with the norm it w
 
 @dataclass(frozen=True, eq=False)
 class MaskedNetwork:
-    """The dense model's graph, where it is read, and how the pruned network differs from it."""
+    """The dense model's graph, its sites, and the edits that mask removed units."""
 
     model: nn.Module
     analysis: Analysis
@@ -87,17 +87,17 @@ class Expected:
 
     @property
     def unproved(self) -> dict[str, str]:
-        """Hidden dimensions with a site that no run can tell anything about."""
+        """Hidden dimensions with a site that no run could check."""
         told = {n for run in self.runs for n in (run.telling & self.net.layers.keys()) | run.reached}
         rows = [site for site in self.net.sites if site.number not in told]
         return {name: _UNPROVED for site in rows for name in sorted(site.names & set(self.net.kept))}
 
 
 def expect(net: MaskedNetwork) -> Expected:
-    """Run the masked network on the example, and on batches that take another way through the model.
+    """Run the masked network on the example, and on batches that take another path through the model.
 
-    Where outputs and consumers cannot tell (a gate that is zero, outputs that are not finite), it runs once more with
-    other values in tensors of zeros. Half precision is proved in float64.
+    If outputs and consumers prove nothing (a gate that is zero, outputs that are not finite), it runs once more with
+    other values in all-zero tensors. Half precision is proved in float64.
     """
     graphs, example = net.graphs, net.example
     runs, shapes = [_masked(net, example, graphs.of(example))], list[Batch]()
@@ -120,7 +120,7 @@ def expect(net: MaskedNetwork) -> Expected:
 
 
 def look_closer(expected: Expected) -> Expected | None:
-    """Run the masked network in float64 as well; None if it cannot, or has been. The model must be dense."""
+    """Run the masked network in float64 as well; None if that fails or is done. The model must be dense."""
     if expected.precise is not None or expected.limit < FLOAT32:
         return None
     precise = _precise(expected.net)
@@ -185,7 +185,7 @@ def _stops(net: MaskedNetwork, runner: Runner) -> Iterator[tuple[int, fx.Node, T
 
 
 def _reached(net: MaskedNetwork, graph: TracedGraph, batch: Batch, edits: Edits) -> frozenset[int]:
-    """Sites, of those that are no layers to be watched, whose input the outputs depend on."""
+    """Sites outside of watched layers whose input the outputs depend on."""
     probed = {site.number: site.contraction.data for site in net.sites if site.number not in net.layers}
     if not probed:
         return frozenset()
@@ -209,7 +209,7 @@ def _cuts_outputs(net: MaskedNetwork, number: int) -> bool:
 
 
 def _kept_outputs(net: MaskedNetwork, number: int, y: Tensor) -> Tensor:
-    """What stays of a contraction's outputs, where they are units themselves."""
+    """The kept part of a contraction's outputs, if they are units themselves."""
     if not _cuts_outputs(net, number):
         return y
     contraction = net.analysis.tracker.contractions[number]
@@ -234,7 +234,7 @@ def _watched(expected: Expected, model: nn.Module, run: Run, plan: Plan) -> tupl
 
 
 def _difference(found: Sequence[Tensor], expected: Tensor, size: float) -> float:
-    """Least relative difference: to the expected norm, or to the larger one that it has if nothing cancels."""
+    """Smallest relative difference, by the expected norm or the larger one it has if nothing cancels."""
     error = min((compare([y], [expected]).error for y in found), default=float("inf"))
     own = float(torch.where(torch.isfinite(expected), expected, torch.zeros_like(expected)).double().norm())
     return error * own / size if size > own > 0 else error
@@ -242,7 +242,7 @@ def _difference(found: Sequence[Tensor], expected: Tensor, size: float) -> float
 
 @contextmanager
 def _watching(layers: set[nn.Module]) -> Iterator[dict[nn.Module, list[Any]]]:
-    """Outputs of these layers, call by call."""
+    """Record the outputs of these layers, call by call."""
     seen: dict[nn.Module, list[Any]] = {}
 
     def hook(layer: nn.Module, _args: Any, output: Any) -> None:
@@ -325,7 +325,7 @@ def _run_precisely(
 
 
 def _arranged(y: Tensor, expected: Tensor) -> list[Tensor]:
-    """A consumer's output in another's shape. Attention that is swapped may have examples before positions."""
+    """A consumer's output in another's shape. Replaced attention may have examples before positions."""
     if y.numel() != expected.numel():
         return []
     other = [y.transpose(0, 1)] if y.ndim > 2 and y.shape != expected.shape else []

@@ -72,7 +72,7 @@ def prune(
     timeout: float = 600.0,
     progress: bool = True,
 ) -> Result:
-    """A smaller copy of a trained model; the model given is not changed.
+    """Return a smaller copy of a trained model. `model` itself is not changed.
 
     A model inside `torch.compile`, DataParallel or DistributedDataParallel is unwrapped: `result.model` is plain.
 
@@ -87,34 +87,33 @@ def prune(
       method       "auto": `obs`, or `l1` with order="global", the best measured without labels (docs/methods.md);
                    "ispasp" is the paper's; any name from `ispasp.methods()`, a selector such as
                    `ispasp.select.ISpaSP(iterations=20)`, or a function: statistics -> a score per unit
-      compensate   "dense" refits each consumer to what the dense network has there, "local" to what it gave with all
-                   units, None leaves weights alone (but for the scale that `thinet` has of its own)
-      order        "sequential": from first to last layer, each seeing the pruned ones; "oneshot": all in the dense
-                   network; "global": as one-shot, units of all hidden dimensions ranked together by their scores
-      kinds, scope which hidden dimensions, as in `ispasp.survey`
-      skip         hidden dimensions that stay whole: names, globs, or modules that make them
-      examples     how many are taken of the batches, by each process, None for all. "auto": 1,024, and fewer where
-                   examples are large (65,536 tokens, or 256 images of 3 x 224 x 224): beyond that little is gained, at
-                   a cost that grows
-      round_to     widths become multiples of this, e.g. 8
-      search       candidate networks that a budget tries beyond its error curves; each costs a few passes of a sample
-      least        fewest units that a budget leaves in a hidden dimension; 0 lets whole residual branches go
-      recalibrate  estimate BatchNorm statistics anew from the batches afterwards
+      compensate   "dense": refit each consumer to the dense network's output there; "local": to its own output with
+                   all units; None: leave the weights alone (`thinet` still applies its own scale)
+      order        "sequential": layer by layer, each sees the layers pruned before it; "oneshot": decide everything in
+                   the dense network; "global": one-shot, the units of all hidden dimensions in one ranking
+      kinds, scope which hidden dimensions to prune, as in `ispasp.survey`
+      skip         hidden dimensions to leave alone: names, globs, or the modules that make them
+      examples     examples to calibrate with, per process; None for all. "auto": 1,024, fewer if they are large
+                   (65,536 tokens, or 256 images of 3 x 224 x 224)
+      round_to     make widths multiples of this, e.g. 8
+      search       extra candidate networks that a budget tries; each costs a few passes of a sample
+      least        fewest units that a budget leaves in a hidden dimension; 0 may remove whole residual branches
+      recalibrate  re-estimate BatchNorm statistics afterwards
       finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
       heal         True or `ispasp.Heal(...)`: train the pruned model towards the dense one afterwards, without labels;
                    held-out examples decide, and it never gets worse on them
-      loss         loss(output, batch), a mean over the batch, for methods that look at the task; or, with batches
-                   (inputs, labels), a loss of output and labels such as nn.CrossEntropyLoss(); without one `taylor`
-                   takes labels drawn from the model's own predictions
-      curves       take error-versus-kept curves, `result.curves`, from the first batch (a budget has them anyway)
-      evaluate     called with the model before and after, e.g. `lambda model: accuracy(model, loader)`; what it returns
-                   (a number, or a dict of them) is in `result.scores`
-      hold_out     keep about the last eighth of 32 or more examples out of calibration, to judge the pruned model by
-      memory       bytes that waiting activations may take; beyond, batches are run again for every layer
-      refit        "consumers" of what is pruned, or "all" layers from the first pruned one on (slower, a little better)
-      ridge        of compensation, relative to the mean variance of the inputs; None takes for each consumer the one
-                   that does best on held-out examples, which are half of every batch
-      timeout      seconds that a machine waits for the others (torch.distributed)
+      loss         for methods that use a task loss: loss(output, batch), a mean over the batch; or, for batches
+                   (inputs, labels), a loss of output and labels such as nn.CrossEntropyLoss(). Without one `taylor`
+                   draws labels from the model's own predictions
+      curves       measure error against kept units on the first batch, in `result.curves` (a budget always does)
+      evaluate     called with the model before and after, e.g. `lambda model: accuracy(model, loader)`; returns a
+                   number or a dict of them, which are in `result.scores`
+      hold_out     hold out about an eighth of the examples, if there are 32 or more, to judge the pruned model by
+      memory       bytes that waiting activations may take; beyond that, batches are run again for every layer
+      refit        "consumers" of pruned units, or "all" layers from the first of them on (slower, a little better)
+      ridge        of the refit, relative to the mean variance of the inputs; None chooses it for each consumer by the
+                   error on held-out examples, half of every batch
+      timeout      seconds to wait for other ranks (torch.distributed)
       progress     show a bar
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -122,7 +121,7 @@ def prune(
     >>> result.model[0], result.layers[0].kept, net[0].out_features
     (Linear(in_features=4, out_features=4, bias=True), 4, 8)
     """
-    return _started(locals(), copy=True)
+    return _checked_prune(locals(), copy=True)
 
 
 @suggest_names
@@ -156,28 +155,28 @@ def prune_(
     optimizer: torch.optim.Optimizer | None = None,
     progress: bool = True,
 ) -> Result:
-    """Make a model smaller in place; options as in `prune`, and `optimizer`, whose state is cut alike.
+    """Prune a model in place. Options as in `prune`; the state of `optimizer` is cut as well.
 
-    On any failure, Ctrl-C included, the model is exactly as before. Inside a wrapper the plain model is changed: what
-    `torch.compile` returned compiles itself again when it is called. Wrap in DistributedDataParallel again to train.
+    After any failure, Ctrl-C included, the model is exactly as before. A wrapped model is changed inside its wrapper:
+    `torch.compile` recompiles on the next call. Wrap it in DistributedDataParallel again before training.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> prune_(net, [torch.rand(16, 4)], keep=2, progress=False).model is net, net[0].out_features
     (True, 2)
     """
-    return _started(locals(), copy=False)
+    return _checked_prune(locals(), copy=False)
 
 
-def _started(arguments: dict[str, Any], *, copy: bool) -> Result:
-    """What is wrong on one machine is an error on all of them, from the options on."""
+def _checked_prune(arguments: dict[str, Any], *, copy: bool) -> Result:
+    """Validate the arguments, then prune. An error on one rank is raised on all of them."""
     model, batches, timeout = arguments.pop("model"), arguments.pop("batches"), arguments["timeout"]
-    # Ranks must meet to hear that some options are wrong, the timeout among them.
+    # Ranks exchange errors even if the timeout itself is wrong.
     waiting = team(float(timeout) if positive(timeout) else Options.timeout)
     with torch.inference_mode(False), waiting as ranks:  # inference tensors could never be trained
         with ranks.together("the check of the arguments"):
             check_model(model)
-            with one_at_a_time(), plain(model) as inner:  # no other thread has fake tensors in this very model now
-                chosen = options_for(inner, arguments)  # wrong options are told before a large model is copied
+            with one_at_a_time(), plain(model) as inner:  # no other thread traces this model meanwhile
+                chosen = options_for(inner, arguments)  # before a large model is copied
                 model = copied(inner) if copy else model
         alike(ranks, "the options of prune", chosen.deciding, SAME_OPTIONS)
         with plain(model) as inner:
@@ -210,7 +209,7 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
     given |= {name: Selection(()) for name, count in work.counts.items() if count == 0}
     done = decide(work, given)  # for each consumer: measure, select, compensate
     plan, expected = _plan(work, done)
-    with all_or_nothing() as undo:  # up to the result, so that Ctrl-C leaves no pruned model without one
+    with all_or_nothing() as undo:  # up to the result: Ctrl-C before that undoes all
         evidence = _verify(work, done, plan, expected, undo)
         if options.recalibrate:
             recalibrate_(model, work.inputs.again(), ranks, undo)
@@ -225,7 +224,7 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
 
 # Survey ---------------------------------------------------------------------------------------------------------
 def _survey(model: nn.Module, batches: Iterable[Any], options: Options, ranks: Team, folds: Folding) -> Work:
-    """Survey the model on two examples where it takes so few, and on one batch of every other kind."""
+    """Survey the model on two examples, or a whole batch if it needs more, and on a batch of every other kind."""
     weights_alike(ranks, model)
     with ranks.together("the survey"):
         inputs = Inputs(model, batches, options)
@@ -252,7 +251,7 @@ def _surveyed_on(example: Any, model: nn.Module, inputs: Inputs, options: Option
 
 
 def _check_keep(work: Work) -> None:
-    """Refuse what this model cannot keep, before calibration."""
+    """Check, before calibration, that this model can be pruned to `keep`."""
     o, survey = work.options, work.survey
     if isinstance(o.keep, Budget):
         least = {d.name: narrowest(work, d.name) for d in prunable(survey.dimensions, o.skip)}
@@ -263,7 +262,7 @@ def _check_keep(work: Work) -> None:
 
 
 def _must_stay(work: Work) -> dict[str, str]:
-    """Hidden dimensions that may lose all their units by `keep`, but cannot, with the reason."""
+    """Hidden dimensions that `keep` would remove entirely but that must stay, with the reason."""
     o, dimensions = work.options, work.survey.dimensions
     if isinstance(o.keep, Budget):
         wanted = [d.name for d in prunable(dimensions, o.skip)] if o.least == 0 else []
@@ -278,7 +277,7 @@ def _must_stay(work: Work) -> dict[str, str]:
 
 
 def _unread(work: Work) -> dict[str, str]:
-    """Hidden dimensions that are read by a product without a linear form, with the reason."""
+    """Hidden dimensions read by an op without a linear form, with the reason."""
     runner = Runner(work.graphs.of(work.example), work.example, work.tensors, Edits())
     found: dict[str, str] = {}
     for site in work.sites:
@@ -293,7 +292,7 @@ def _unread(work: Work) -> dict[str, str]:
 
 
 def _facts_of_survey(work: Work) -> dict[str, Any]:
-    """What must be the same on all machines before their statistics are added."""
+    """Facts that must agree on all ranks before statistics are added."""
     survey, structure = work.survey, work.survey.structure
     dimensions = {d.name: [d.kind, d.units, list(d.producers), list(d.consumers)] for d in survey.dimensions}
     return {
@@ -309,7 +308,7 @@ def _facts_of_survey(work: Work) -> dict[str, Any]:
 
 # Widths ---------------------------------------------------------------------------------------------------------
 def _widths(work: Work) -> Widths:
-    """How many units stay, by `keep` or by the error curves that a budget is spent by."""
+    """Choose how many units stay: as `keep` says, or by spending a budget."""
     o, dimensions = work.options, work.survey.dimensions
     if isinstance(o.keep, Budget):
         whole = work.keeping({d.name: d.units for d in prunable(dimensions, o.skip)})
@@ -324,7 +323,7 @@ def _widths(work: Work) -> Widths:
 
 # Plan, apply, verify --------------------------------------------------------------------------------------------
 def _plan(work: Work, done: Decisions) -> tuple[Plan, Expected]:
-    """The plan, and what the masked network gives: what the pruned model will be compared with."""
+    """Make the plan, and run the masked network that the pruned model must agree with."""
     analysis, structure = work.survey.analysis, work.survey.structure
     with work.team.together("the plan"):
         gained = {}
@@ -343,7 +342,7 @@ def _plan(work: Work, done: Decisions) -> tuple[Plan, Expected]:
 
 
 def _apply(work: Work, done: Decisions, plan: Plan, undo: Undo) -> None:
-    """Write new weights, then cut."""
+    """Write the refitted weights, then cut."""
     for name, value in done.edits.tensors.items():
         tensor = work.tensors[name]
         new = torch.empty_like(tensor).copy_(value)  # in the same memory format
@@ -355,7 +354,7 @@ def _apply(work: Work, done: Decisions, plan: Plan, undo: Undo) -> None:
 
 
 def _verify(work: Work, done: Decisions, plan: Plan, expected: Expected, undo: Undo) -> Evidence:
-    """Apply the plan, and prove it; where the model's own precision cannot tell, once more against float64."""
+    """Apply the plan and compare with masking, in float64 if the model's own precision cannot decide."""
     with work.team.together("the surgery"):
         _apply(work, done, plan, undo)
     with work.team.together("the proof"):
@@ -380,7 +379,7 @@ def _verify(work: Work, done: Decisions, plan: Plan, expected: Expected, undo: U
 
 
 def _heal(work: Work, teacher: nn.Module, undo: Undo) -> HealResult:
-    """Train the pruned model towards the dense one; what surgery did not touch can be taken back as well."""
+    """Train the pruned model towards the dense one. `undo` also restores tensors that surgery did not touch."""
     dense = named_tensors(teacher)
 
     def restore() -> None:

@@ -34,10 +34,10 @@ from ispasp.types.statistics import measurable
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What is to be pruned, and how. No step changes it. `counts[name]` units of each hidden dimension stay.
+    """Everything that the steps read. No step changes it. `counts[name]` units of each hidden dimension stay.
 
-    `unread` are hidden dimensions that calibration cannot follow, with the reason, and `must_stay` those that cannot go
-    with all their units.
+    `unread` has the hidden dimensions that calibration cannot follow, with the reason; `must_stay` those that cannot be
+    removed entirely.
     """
 
     model: nn.Module
@@ -53,7 +53,6 @@ class Work:
 
     @cached_property
     def selector(self) -> Selector:
-        """The method."""
         return selector(self.options.method)
 
     @cached_property
@@ -68,37 +67,37 @@ class Work:
 
     @cached_property
     def sites(self) -> list[Site]:
-        """Where the hidden dimensions to be pruned are read."""
+        """The contractions that read the hidden dimensions to be pruned."""
         return sites(self.survey.analysis, self.counts)
 
     @cached_property
     def stations(self) -> list[Site]:
-        """Where the walk through the network stops: at the sites, with refit="all" at every contraction."""
+        """The contractions where `walk` stops: the sites, or with refit="all" every one."""
         everything = self.options.refit == "all" and self.options.compensate == "dense"
         every = sites(self.survey.analysis, self.counts, others=True) if everything else self.sites
         return [s for s in every if all(s.number in graph.contractions for graph in self.graphs.every)]
 
     @property
     def needs(self) -> set[str]:
-        """Statistics that the method takes of activations."""
+        """Statistics of activations that the method needs."""
         return set(self.selector.needs) & set(measurable())
 
     def keeping(self, counts: Mapping[str, int]) -> Work:
-        """Returns the same work with other widths; what calibration cannot follow stays whole."""
+        """The same work with other widths; what calibration cannot follow stays whole."""
         return replace(self, counts={name: n for name, n in counts.items() if name not in self.unread})
 
     def sites_of(self, name: str) -> list[Site]:
-        """Returns where a hidden dimension is read."""
+        """The sites that read a hidden dimension."""
         return [site for site in self.sites if name in site.names]
 
     def slot(self, site: Site) -> Slot:
-        """Returns where new weights of a site are stored."""
+        """Where the new weights of a site are stored."""
         return slot(site, self.graphs, self.model, self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """What has been decided so far, and how the pruned network differs from the dense one."""
+    """Decisions so far, and the edits that make the dense network the pruned one."""
 
     selections: Mapping[str, Selection] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
@@ -115,21 +114,21 @@ class Decisions:
         return {refit.gained: number for number, refit in self.refits.items() if refit.gained}
 
     def with_selection(self, work: Work, name: str, selection: Selection) -> Decisions:
-        """From here on consumers read the kept units only."""
+        """Record a selection: its consumers now read the kept units only."""
         done = replace(self, selections={**self.selections, name: selection})
         cuts = {site.number: site.cuts(done.kept) for site in work.sites_of(name)}
         return replace(done, edits=self.edits | Edits(cuts))
 
     def with_refit(self, number: int, refit: Refit) -> Decisions:
-        """From here on a consumer has its new weight."""
+        """Record a refit: the consumer now has its new weight."""
         return replace(self, refits={**self.refits, number: refit}, edits=self.edits | refit.edits)
 
 
 # The orders -----------------------------------------------------------------------------------------------------
 def decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
-    """Decide every hidden dimension, in the order that the options ask for. `given` units are taken as they are."""
+    """Decide every hidden dimension, in the order of the options. `given` ones are decided already."""
     done = _decide(work, given)
-    # Machines that round otherwise must end with the same weights, those of rank 0.
+    # Ranks may round differently: all take the weights of rank 0.
     tensors = work.team.same(done.edits.tensors)
     biases = work.team.same({str(number): value for number, value in done.edits.biases.items()})
     edits = Edits(tensors=tensors, biases={int(number): value for number, value in biases.items()})
@@ -153,7 +152,7 @@ def _decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
 
 
 def walk(work: Work, batches: Sequence[Batch], given: Mapping[str, Selection]) -> Decisions:
-    """Go from first to last consumer, each seeing the already pruned ones, in one pass of all batches."""
+    """Prune from the first consumer to the last, each seeing the pruned ones, in one pass of all batches."""
     done, options = Decisions(), work.options
     lockstep = Lockstep(work.graphs, batches, work.tensors, twin=options.compensate == "dense", memory=options.memory)
     for site in track(work.stations, "pruning", len(work.stations), show=options.progress):
@@ -161,7 +160,7 @@ def walk(work: Work, batches: Sequence[Batch], given: Mapping[str, Selection]) -
             if name in site.names and name not in done.selections:
                 selection = given.get(name) or select(work, name, measure(work, name, site, lockstep, done))
                 done = done.with_selection(work, name, selection)
-        if done.selections:  # before, there is nothing to compensate for
+        if done.selections:  # before that, there is nothing to compensate for
             found = compensate(work, site, lockstep, done)
             done = done if found is None else done.with_refit(site.number, found)
     return done
@@ -189,7 +188,7 @@ def compensate_at_once(work: Work, chosen: Mapping[str, Selection]) -> Decisions
 
 # Measure --------------------------------------------------------------------------------------------------------
 def measure(work: Work, name: str, site: Site, lockstep: Lockstep, done: Decisions) -> Statistics:
-    """Statistics of a hidden dimension at all its consumers, all batches waiting in front of the first one."""
+    """Measure a hidden dimension at all its consumers, while all batches wait in front of the first."""
 
     def of_all(runners: Iterator[Runner]) -> Statistics:
         tally = Tally(work.selector.parts, work.team.rank, work.team.size)
@@ -207,7 +206,7 @@ def measure(work: Work, name: str, site: Site, lockstep: Lockstep, done: Decisio
 
 
 def measure_all(work: Work, batches: Iterable[Batch]) -> dict[str, Statistics]:
-    """Statistics of every hidden dimension in the dense network, in one pass; memory does not grow with the data."""
+    """Measure every hidden dimension in the dense network, in one pass and constant memory."""
     tally = Tally(work.selector.parts, work.team.rank, work.team.size)
     with work.team.together("the calibration"):
         for number, batch in enumerate(track(batches, "calibrating", show=work.options.progress)):
@@ -219,7 +218,7 @@ def measure_all(work: Work, batches: Iterable[Batch]) -> dict[str, Statistics]:
 
 
 def stops(work: Work, batch: Batch) -> Iterator[tuple[Site, Runner]]:
-    """Yield a batch in front of one site after the other, in the dense network."""
+    """Run a batch through the dense network; yields in front of each site."""
     runner = Runner(work.graphs.of(batch), batch, work.tensors, Edits())
     for site in work.sites:
         runner.advance(runner.graph.contractions[site.number])
@@ -227,7 +226,7 @@ def stops(work: Work, batch: Batch) -> Iterator[tuple[Site, Runner]]:
 
 
 def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> dict[str, Statistics]:
-    """Add producers, and sensitivities and task losses in the network as it is now, where the method wants them."""
+    """Add what else the method needs: producers; sensitivities and task losses in the network as it is now."""
     found, needs, loss = dict(found), work.selector.needs, work.options.loss
     if "producers" in needs:
         for name, each in found.items():
@@ -251,7 +250,7 @@ def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> d
 
 
 def _kept_outputs(work: Work, site: Site, done: Decisions) -> Tensor | None:
-    """Zero for each output of a consumer that has been removed, else one; None where none has."""
+    """Mask of a consumer's outputs: 0 for removed ones, else 1; None if all stay."""
     made = site.contraction.made
     extent = work.survey.analysis.extent(made[0]) if len(made) == 1 else ()
     if not names_in(extent) & set(done.kept):
@@ -262,20 +261,20 @@ def _kept_outputs(work: Work, site: Site, done: Decisions) -> Tensor | None:
 
 # Select ---------------------------------------------------------------------------------------------------------
 def select(work: Work, name: str, statistics: Statistics) -> Selection:
-    """Let the method choose, from the statistics of all machines; every machine gets the same answer."""
+    """Select units by the statistics of all ranks; every rank gets the same answer."""
     total = total_statistics(work.team, statistics)
     try:
         selection = work.selector.select(total, work.counts[name])
     except IspaspError as error:
         raise type(error)(f"hidden dimension {name!r}: {error}") from error
     kept = tuple(work.team.same({"kept": torch.tensor(selection.kept, device="cpu")})["kept"].tolist())
-    if kept != selection.kept:  # other hardware may round otherwise: rank 0 decides
+    if kept != selection.kept:  # ranks may round differently: rank 0 decides
         selection = Selection(kept, scores=selection.scores)
     return selection if work.options.compensate else replace(selection, factors=work.selector.factors(total, kept))
 
 
 def select_together(work: Work, found: Mapping[str, Statistics]) -> dict[str, Selection]:
-    """Keep as many units in all as the widths ask for, wherever they are; at least one in every hidden dimension.
+    """Rank the units of all hidden dimensions together. Their total stays, and each dimension keeps at least one.
 
     Scores are divided by their l2 norm in each hidden dimension, as Michel et al. (2019) do for heads.
     """
@@ -301,7 +300,7 @@ def select_together(work: Work, found: Mapping[str, Statistics]) -> dict[str, Se
 
 
 def total_statistics(team: Team, statistics: Statistics) -> Statistics:
-    """Add the statistics of all machines. Mini-batches that no machine had are left out."""
+    """Add the statistics of all ranks. Mini-batches that no rank had are left out."""
     parts = [team.sum(part) for part in statistics.parts]
     with_data = tuple(part for part in parts if any(reading.statistics for reading in part.readings))
     return replace(team.sum(statistics), parts=with_data)
@@ -309,7 +308,7 @@ def total_statistics(team: Team, statistics: Statistics) -> Statistics:
 
 # Compensate -----------------------------------------------------------------------------------------------------
 def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> Refit | None:
-    """Refit one consumer, or say what it loses as it is; None at a layer that reads nothing pruned and stays."""
+    """Refit one consumer, or measure its error as it is; None for a layer that reads nothing pruned and stays."""
     note = ""
     if work.options.compensate:
         where = work.slot(site)
@@ -323,14 +322,14 @@ def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> R
 
 
 def _refit(work: Work, site: Site, data: Gathered, done: Decisions, where: Slot) -> Refit:
-    """Add what all machines have gathered, and refit."""
+    """Add the sums of all ranks, and refit."""
     first, second = (Sums(**work.team.sum_tensors(s.tensors())) for s in (data.sums.first, data.sums.second))
     total = replace(data, sums=Halves(first, second), examples=work.team.total(data.examples))
     return refit(site, total, done.edits.cuts.get(site.number, ()), where, ridge=work.options.ridge)
 
 
 def _without_refit(work: Work, site: Site, lockstep: Lockstep, done: Decisions, note: str) -> Refit:
-    """What a consumer loses on the first batch, after the method's own rescaling."""
+    """The error of a consumer on the first batch, after the method's own rescaling."""
     chosen = {name: done.selections[name].factors for name in sorted(site.names)}
     factors = {name: values for name, values in chosen.items() if values}
     where = work.slot(site) if factors else Slot()
@@ -343,7 +342,7 @@ def _without_refit(work: Work, site: Site, lockstep: Lockstep, done: Decisions, 
 
 
 def _gather_all(work: Work, done: Decisions, numbers: Collection[int]) -> dict[int, Gathered]:
-    """Sums for the local compensation of these sites, with the inputs of the dense network, in one pass."""
+    """Sums for the local compensation of these sites, in one pass of the dense network."""
     found: dict[int, Gathered] = {}
     with work.team.together("the compensation"):
         for count, batch in enumerate(track(work.inputs.again(), "compensating", show=work.options.progress)):

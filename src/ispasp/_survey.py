@@ -1,4 +1,4 @@
-"""`ispasp.survey`: every hidden dimension of a model, and everything frozen with the reason."""
+"""`ispasp.survey`: the hidden dimensions of a model, and what is frozen and why."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Survey:
     analysis: Analysis = field(repr=False)
 
     def plan(self, keep: Keep) -> Plan:
-        """Returns a plan that keeps the given units, or the first ones where `keep` is a fraction or number.
+        """Make a plan that keeps the given units, or the first ones if `keep` is a fraction or number.
 
         `keep` is as in `prune`, budgets apart: one value for all, a recipe, a plan, or a mapping from name or glob to a
         fraction, a number or the kept units. The first pattern that fits a name counts. Dimensions that no pattern fits
@@ -68,7 +68,7 @@ class Survey:
         return Plan(kept, self.structure.folding(kept))
 
     def cost(self, plan: Plan | None = None) -> Cost:
-        """Returns parameters and MACs before and after a plan, without applying it.
+        """Count parameters and MACs before and after a plan, without applying it.
 
         >>> import torch
         >>> found = survey(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
@@ -78,7 +78,7 @@ class Survey:
         return self.costs.cost({} if plan is None else plan.kept)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one record of plain values for each hidden dimension: `pandas.DataFrame(survey.rows())`.
+        """One record of plain values for each hidden dimension: `pandas.DataFrame(survey.rows())`.
 
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -133,13 +133,12 @@ def survey(
     kinds: Kinds = KINDS,
     check: bool = True,
 ) -> Survey:
-    """Find every hidden dimension of a model, and what is frozen with the reason.
+    """Find every hidden dimension of a model, and what is frozen and why.
 
     `batch` is one batch as for `prune`: a Tensor for model(x), a tuple for model(*x), a dict for model(**x), or one of
-    these with labels, which are left out. Of a DataLoader or list of batches the first one is taken. `scope="blocks"`
-    leaves out residual streams (axes on which several producers are added), `"all"` takes them in. With `check` about
-    half of all units are removed on trial, compared with masking, and put back. What does not run or does not agree is
-    reported as frozen.
+    these with labels, which are left out. Of a DataLoader or list of batches the first one is used. `scope="blocks"`
+    leaves out residual streams (axes on which several producers are added), `"all"` includes them. With `check` about
+    half of all units are removed on trial, compared with masking, and put back; dimensions that fail are frozen.
 
     >>> import torch
     >>> found = survey(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(1, 4))
@@ -163,9 +162,9 @@ def survey_kinds(
     check: bool = True,
     folds: Folding | None = None,
 ) -> Survey:
-    """Survey a model for several kinds of batches. What only some of them reach is frozen.
+    """Survey a model on several kinds of batches. Layers that only some of them reach are frozen.
 
-    Layers that compute their weight are plain ones during the survey, and stay so with `folds`.
+    Layers that compute their weight are folded into plain ones for the survey, and with `folds` stay so.
     """
     check_scope(scope)
     chosen = kinds_of(kinds)
@@ -190,7 +189,7 @@ def check_scope(scope: object) -> None:
 
 
 def kinds_of(kinds: Any) -> tuple[Kind, ...]:
-    """Returns the kinds of units to look for, checked. One may stand alone."""
+    """Check the option `kinds`: one kind, or several."""
     listed = (kinds,) if isinstance(kinds, str) else kinds
     if not isinstance(listed, Collection) or not listed:
         raise InputError(f"kinds={kinds!r}: pass some of {list(KINDS)}")
@@ -256,7 +255,7 @@ def _structure(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) ->
 
 
 def _attention_heads(model: nn.Module, analysis: Analysis) -> list[Attribute]:
-    """Returns `num_heads` of torch's attentions, which the graph does not show."""
+    """`num_heads` of torch's attention modules, which the graph does not show."""
     found = []
     for path, module in model.named_modules():
         value = analysis.tensors.get(f"{path}.out_proj.weight")
@@ -269,14 +268,14 @@ def _attention_heads(model: nn.Module, analysis: Analysis) -> list[Attribute]:
 
 
 def _with_corrections(structure: Structure, found: Sequence[Attribute], refused: set[str]) -> Structure:
-    """Add what the trial found. Dimensions that were refused in the end count as whole in it."""
+    """Add the corrections that the trial found, without the dimensions that it refused."""
     known = {(a.module, a.name) for a in structure.attributes}
     more = [replace(a, extent=without(a.extent, refused)) for a in found if (a.module, a.name) not in known]
     return replace(structure, attributes=(*structure.attributes, *(a for a in more if names_in(a.extent))))
 
 
 def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
-    """Returns the hidden dimensions that a layer reads or makes."""
+    """The hidden dimensions that a layer reads or makes."""
     layouts = [structure.tensors[n] for leaf in ("weight", "bias") if (n := f"{path}.{leaf}") in structure.tensors]
     return frozenset(name for layout in layouts for extent in layout.axes.values() for name in names_in(extent))
 
@@ -289,7 +288,7 @@ def _dimension(found: Found, analysis: Analysis, structure: Structure, costs: Co
 
 
 def _channels(found: Found, analysis: Analysis) -> int:
-    """Returns how many channels a unit has where it is read first."""
+    """Number of channels of a unit where it is read first."""
     for axis in (axis for contraction in analysis.tracker.contractions for axis in contraction.contracted):
         inside = tuple(part for part in analysis.extent(axis) if any(name == found.name for name, _ in part))
         if inside:

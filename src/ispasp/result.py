@@ -1,4 +1,4 @@
-"""What `ispasp.prune` returns: the pruned model and the evidence."""
+"""The result of `ispasp.prune`: the pruned model and the evidence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PRECISE = 1e-6  # in float64: rounding amplified by a condition of up to 1e10
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was compared with the masked network. A certificate is None where nothing could be; `unproved` says why."""
+    """Comparison with the masked network. A certificate is None if nothing could be compared; `unproved` says why."""
 
     error: float
     limit: float
@@ -95,7 +95,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The pruned model, the plan, and what it cost. Print it, or show it in a notebook."""
+    """The pruned model, its plan, cost and evidence. Print it, or show it in a notebook."""
 
     model: nn.Module = field(repr=False)
     plan: Plan = field(repr=False)
@@ -166,7 +166,7 @@ class Result:
         return json.dumps(record)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one HTML page that opens offline, without scripts: what `ispasp prune` writes. Returns its path."""
+        """Write the report as one HTML page that opens offline, without scripts. Returns its path."""
         page = html(json.loads(self.to_json()), self.curves)
         try:
             Path(path).write_text(page, encoding="utf-8")
@@ -264,7 +264,7 @@ def result_of(
     agreement: Agreement,
     gain: HealResult | None,
 ) -> Result:
-    """Put together what `prune` has found."""
+    """Assemble the result from the steps of `prune`."""
     unread = {name: why for name, why in work.unread.items() if name in chosen.counts}
     return Result(
         work.model,
@@ -331,7 +331,7 @@ def _cost(work: Work, done: Decisions, plan: Plan, layers: Folding) -> Cost:
 
 
 def _advice(work: Work, done: Decisions, evidence: Evidence, plan: Plan) -> tuple[str, ...]:
-    """What would make the result better, and what to know about it."""
+    """Hints for a better result, and caveats."""
     found = [_few_examples(done) or _unsteady(work, done), _amplified(evidence)]
     folded = plan.structure.folded
     if folded:
