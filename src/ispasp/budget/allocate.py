@@ -135,7 +135,7 @@ class Problem:
     """The choices of all hidden dimensions and the count of a place. Counts are expensive, so they are remembered."""
 
     def __init__(self, options: Mapping[str, Choices], count: Callable[[Mapping[str, int]], int], limit: int) -> None:
-        """`count` returns what a network of these widths costs; `limit` is the most it may cost."""
+        """`count` returns the cost of a network of these widths; `limit` is the most it may cost."""
         self.names = tuple(options)
         self.options = tuple(options.values())
         self.dense: Place = tuple(option.last for option in self.options)
@@ -149,7 +149,7 @@ class Problem:
         return {name: int(option.widths[k]) for name, option, k in chosen}
 
     def count(self, place: Place) -> int:
-        """What the network costs at this place."""
+        """The cost of the network at this place."""
         if place not in self._known:
             self._known[place] = self._count(self.widths(place))
         return self._known[place]
@@ -164,11 +164,11 @@ class Problem:
         return float(sum(option.errors[k] for option, k in zip(self.options, place, strict=True)))
 
     def slack(self, place: Place) -> int:
-        """What is left of the limit; negative above it."""
+        """The rest of the limit; negative above it."""
         return self.limit - self.count(place)
 
     def slopes(self, place: Place) -> NDArray[np.float64]:
-        """What one unit of each dimension costs while the others stay. (dimensions,)
+        """The cost of one unit of each dimension while the others stay. (dimensions,)
 
         >>> all20 = choices(Curve((1, 20), (1.0, 0.0)))
         >>> Problem({"a": all20, "b": all20}, lambda w: w["a"] * w["b"], limit=50).slopes((4, 6))   # 5 and 7 units
@@ -227,7 +227,7 @@ def _widest(problem: Problem, place: Place, d: int, least: int) -> int:
 
 
 def fill(problem: Problem, place: Place) -> Place:
-    """Widen, where it lowers the error most for its count, until not one more step fits."""
+    """Widen where it lowers the error most for its count, until no further step fits."""
     candidates = [*range(len(place))]
     while True:
         costs = {

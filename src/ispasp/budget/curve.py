@@ -66,7 +66,7 @@ def error_curve(
     energy: Tensor | None = None,
     compensated: bool = False,
 ) -> Curve:
-    """Let the selector choose at about `points` widths, and compute what each choice loses.
+    """Select units at about `points` widths, and compute the error of each choice.
 
     The error of a choice comes from the energy matrix E (units, units): ||V||^2 = 1_R^T E 1_R, R the removed units.
     Without `energy`, E is computed from the Gram matrices of the statistics. With `compensated`, each kept unit is
@@ -91,7 +91,7 @@ def curve_and_order(
     compensated: bool = False,
     least: int = 1,
 ) -> tuple[Curve, tuple[int, ...]]:
-    """The same curve, and all units in an order whose beginnings are about what the selector keeps at any width.
+    """The same curve, and an order of all units: its first n are about what the selector keeps at width n.
 
     One call of the selector serves all widths. With `least=0` the curve begins at no units, where everything is lost.
     """

@@ -27,7 +27,7 @@ _ENOUGH = 10  # rows for every column
 _FAR = 1.25**2  # times the squared error on its own examples: fewer than about six rows for every column
 _SMALL = 0.01  # squared: a layer that is 10 % off on new examples does not need advice
 _ROUNDING = 1e-12  # of a difference of sums
-_FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot make good for a skip connection
+_FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot correct a skip connection
 
 
 # Where a consumer's new weight and shift are stored ------------------------------------------------------------------
@@ -103,12 +103,11 @@ def _can_hold(model: nn.Module, weight: str, node: fx.Node) -> bool:
 # The refit -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Refit:
-    """What happened at one consumer: squared errors before and after, the squared size they relate to, and edits.
+    """The refit of one consumer: squared errors before and after, the squared size of the target, and edits.
 
-    `held_out` is the squared error on one half of the examples of a fit to the other half, and what it relates to.
-    `wanted` is the number of examples that would do, where they are too few for the fit. `rows` counts the equations
-    that the examples make up: one for every token, or position of a convolution. `gained` is the module that gains a
-    bias.
+    `held_out` is the squared error on one half of the examples of a fit to the other half, and the squared size there.
+    `wanted` is the number of examples needed, if there are too few. `rows` counts the equations: one for every token,
+    or position of a convolution. `gained` is the module that gains a bias.
     """
 
     before: float
@@ -124,18 +123,17 @@ class Refit:
 
     @property
     def errors(self) -> tuple[float, float] | None:
-        """Squared relative errors on the examples of the fit and on held-out ones, where both are known."""
+        """Squared relative errors on the fitted and on the held-out examples; None unless both are known."""
         if not self.held_out or not self.held_out[1] > 0 or not self.size > 0:
             return None
         return self.after / self.size, self.held_out[0] / self.held_out[1]
 
     @property
     def steady(self) -> int:
-        """How many examples would do, where the held-out error is far above the other; else 0.
+        """Number of examples needed, if the held-out error is far above the other; else 0.
 
         A least-squares fit of p columns to n independent rows has 1 - p/n of the noise on these rows, and a fit to half
-        of them 1 + 2p/n on the other half. The ratio of both tells n/p, whatever the noise. Ten rows for every column
-        would do.
+        of them 1 + 2p/n on the other half. The ratio gives n/p, whatever the noise; ten rows per column are enough.
 
         >>> Refit(1.0, 0.16, 1.0, held_out=(0.4356, 1.0), examples=100).steady
         365
@@ -163,8 +161,8 @@ class Gathered:
 def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense: bool, first: int = 0) -> Gathered:
     """Sum inputs (the kept units) and targets over all batches, the number of the first one being `first`.
 
-    The target is what the consumer gives with all units (`dense=False`), or what it gives in the dense twin plus what
-    the skip connection it is added to lacks (`dense=True`).
+    The target is the consumer's output with all units (`dense=False`), or its output in the dense twin plus the error
+    of the skip connection that it is added to (`dense=True`).
     """
     found: Gathered | None = None
     for number, runner in enumerate(runners, first):
@@ -190,8 +188,7 @@ def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense:
 def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge: float | None = None) -> Refit:
     """Fit the consumer's weight on the kept units to its target.
 
-    Without a `ridge` the one is taken that does best on held-out examples, and a fit that is worse there than none is
-    not used.
+    Without `ridge`, the best one on held-out examples is used, and no fit at all if that is better there.
     """
     s, b0 = data.sums.whole, data.bias
     W0 = _narrow(data.form.consumer, cuts)[0].flatten(2)
@@ -223,7 +220,7 @@ def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge
 
 
 def _size(s: Sums, b0: Tensor) -> float:
-    """Squared norm of the targets without the bias, zero where they are nothing but a bias."""
+    """Squared norm of the targets without the bias; zero if they are just a bias."""
     size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
     return size if size > _ROUNDING * float(s.tt.sum()) else 0.0
 
@@ -235,7 +232,7 @@ def _shifted_mean(fit: Fit, data: Gathered, where: Slot) -> Tensor:
 
 
 def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
-    """The fit as the network can hold it: half precision may lose by rounding what was won."""
+    """Round the fit to the network's dtype; half precision may lose the gain."""
     if not fit.used:
         return fit
     dtype = data.form.consumer.weight.dtype
@@ -263,8 +260,7 @@ def _narrow(consumer: Consumer, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor]:
 def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], *, dense: bool) -> Halves:
     """Sums of the first and of the second half of one batch.
 
-    Every batch is halved, since any of them may be the last. So the ridge that is chosen by the halves depends a little
-    on how the data are split into batches.
+    Every batch is halved, since any of them may be the last. So the chosen ridge depends a little on the batch size.
     """
     W, kept = _narrow(form.consumer, cuts)
     x = site.activations(runner.arguments(site.number))
@@ -282,7 +278,7 @@ def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], *, dens
 
 
 def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor) -> Sums:
-    """Sums of some rows of the channels that W reads, a part of them laid out at a time."""
+    """Sums over some rows, unfolding a part of them at a time."""
     groups, out, columns = W.flatten(2).shape
     small = replace(consumer, weight=consumer.ungrouped(W)) if columns else consumer
     rows = max(1, _ENTRIES // max(1, columns * math.prod(T.shape[2:]) * groups))
@@ -296,7 +292,7 @@ def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor) -> Sums:
 
 
 def _with_skip(T: Tensor, runner: Runner, number: int) -> Tensor:
-    """Add what the skip connection has lost, as seen through the BatchNorm in between."""
+    """Add the error of the skip connection, divided by the BatchNorm's factor in between."""
     tail = runner.graph.tails[number]
     if tail.other is None:
         return T
@@ -333,7 +329,7 @@ def _restored(form: Form, weight: Tensor) -> Tensor:
 
 # Without a refit -------------------------------------------------------------------------------------------------
 def unfitted(site: Site, runner: Runner, factors: Mapping[str, Sequence[float]], kept: Kept, where: Slot) -> Refit:
-    """What a consumer loses on one batch without a refit, before and after the method's own factors."""
+    """The error of a consumer on one batch without a refit, before and after the method's own factors."""
     node, edits, note = runner.graph.contractions[site.number], Edits(), ""
     whole, cut = runner.value(node, cut=False), runner.value(node)
     linear = without_bias(node, whole, runner.arguments(site.number))

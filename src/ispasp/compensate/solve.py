@@ -33,17 +33,17 @@ class Sums:
         return Sums(*(a + b for a, b in zip(self.tensors().values(), other.tensors().values(), strict=True)))
 
     def outputs(self, every: int) -> Sums:
-        """Sums of every so-many-th output."""
+        """Sums of every `every`-th output."""
         return replace(self, t=self.t[:, ::every], tx=self.tx[:, ::every], tt=self.tt[:, ::every])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name, for adding over machines."""
+        """All sums by name, to add them over ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """Sums of two halves of the examples: what is fitted to one can be measured on the other."""
+    """Sums of two halves of the examples: fit to one, measure on the other."""
 
     first: Sums
     second: Sums
@@ -157,7 +157,7 @@ def _fits(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool) -> _Path:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What fits to one half of the examples are worth on the other: squared errors there without and with them.
+    """Squared errors on one half of the examples, without and with a fit to the other half.
 
     `examined` are the halves that errors were measured on.
     """
@@ -171,8 +171,8 @@ class HeldOut:
 def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: float | None = None) -> HeldOut | None:
     """Fit to one half, measure on the other; without a `ridge` find the one that does best there.
 
-    Larger ones are tried for as long as they help: with few examples much of a fit is noise. Where rows are few the
-    halves change places as well, for a steadier answer. None if one half is empty.
+    Larger ones are tried as long as they help: with few examples much of a fit is noise. If rows are few, the halves
+    also swap roles, for a steadier answer. None if one half is empty.
     """
     first, second = halves.first, halves.second
     if not (first.n > 0 and second.n > 0):
@@ -187,7 +187,7 @@ def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: 
 
 
 def _best_ridge(pairs: Sequence[tuple[Sums, Sums]], W0: Tensor, b0: Tensor, *, intercept: bool) -> float:
-    """The ridge with the least error on held-out examples; some of the outputs are enough to tell."""
+    """The ridge with the least error on held-out examples, judged by some of the outputs."""
     every = -(-W0.shape[1] // _OUTPUTS)
     pairs = [(half.outputs(every), other.outputs(every)) for half, other in pairs]
     fits = [_fits(half, W0[:, ::every], b0[:, ::every], intercept=intercept) for half, _ in pairs]

@@ -1,4 +1,4 @@
-"""The batch protocol: what users hand over, made ready for the model, labels left out.
+"""The batch protocol: bring the user's batches into the form that the model takes, without labels.
 
 A batch is a Tensor for model(x), a tuple or list for model(*x), a mapping for model(**x), or one of these with labels.
 """
@@ -38,7 +38,7 @@ _SHARE, _MOST = 1 / 8, 1 / 4  # of the examples are held out
 
 
 def batches_in(given: Any, model: nn.Module) -> Iterable[Any]:
-    """Returns the batches of a DataLoader or list, or the one batch that is given, as a list."""
+    """The batches of a DataLoader or list; a single batch becomes a list of one."""
     if isinstance(given, (Tensor, Mapping)):
         return [given]
     if isinstance(given, Dataset) or hasattr(given, "set_format"):
@@ -56,10 +56,10 @@ def batches_in(given: Any, model: nn.Module) -> Iterable[Any]:
 
 
 def _is_one_batch(given: tuple[Any, ...] | list[Any], model: nn.Module) -> bool:
-    """Whether this is one batch: its parts differ in kind, or the model needs all of them at once.
+    """Whether this is one batch: its parts differ in kind, or the model takes all of them at once.
 
-    Several batches have one dtype and number of axes, as those of `x.split(32)`. A list that ends with floats is taken
-    for batches.
+    Several batches have the same dtype and number of axes, such as those of `x.split(32)`. A list that ends with floats
+    counts as batches.
     """
     if len(given) < 2 or not isinstance(given[-1], Tensor) or not is_rows(given, count_examples(given)):
         return False
@@ -79,7 +79,7 @@ def _is_one_batch(given: tuple[Any, ...] | list[Any], model: nn.Module) -> bool:
 
 
 class Replayed:
-    """Batches of an iterator that can be gone through again; no more are read than asked for."""
+    """Batches of an iterator, kept so that they can be iterated again; read on demand."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._rest = iter(batches)
@@ -96,7 +96,7 @@ class Replayed:
 
 
 def one_batch(model: nn.Module, given: Any) -> Batch:
-    """Returns the inputs of one batch, or of the first of several, on the model's device."""
+    """The inputs of one batch, or of the first of several, on the model's device."""
     single = isinstance(given, (tuple, list)) and not _are_several(model, given)
     batch = placed(given if single else first_in(batches_in(given, model)), model)
     return find_labels(model, batch).without(batch)
@@ -112,7 +112,7 @@ def _are_several(model: nn.Module, given: tuple[Any, ...] | list[Any]) -> bool:
 
 
 def first_in(batches: Iterable[Any]) -> Any:
-    """Returns the first batch."""
+    """The first batch."""
     for batch in batches:
         return batch
     raise InputError(NO_BATCHES)
@@ -121,7 +121,7 @@ def first_in(batches: Iterable[Any]) -> Any:
 def prepared(
     batches: Iterable[Any], model: nn.Module, labels: Labels, input_of: InputOf | None = None
 ) -> Iterator[tuple[Batch, Any]]:
-    """Yield each batch as the model takes it, and as it was given, both on the model's device."""
+    """Yield the model's inputs and the batch as given, both on the model's device."""
     if input_of is not None and not callable(input_of):
         raise InputError(f"input_of={input_of!r}: pass a function, such as lambda batch: batch[0]")
     forms: set[tuple[bool, int]] = set()
@@ -171,7 +171,7 @@ def described(batch: Any) -> str:
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
-    """What a traced graph depends on: shapes, dtypes, and everything that is not a tensor."""
+    """The kind of a batch, for which a trace is valid: shapes, dtypes, and all values that are not tensors."""
     leaves, tree = pytree.tree_flatten(batch)
     parts = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
     return (str(tree), *parts)
@@ -180,7 +180,7 @@ def signature(batch: Batch) -> tuple[Any, ...]:
 # Labels ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Labels:
-    """Where every batch has labels: at the end of a tuple of that `length`, under `names` of a dict, or nowhere."""
+    """Place of the labels in every batch: the end of a tuple of that `length`, `names` of a dict, or none."""
 
     length: int = 0
     names: tuple[str, ...] = ()
@@ -195,7 +195,7 @@ class Labels:
         return f"batches are {what}: the model gets the inputs only" if self.length else "batches have no labels"
 
     def without(self, batch: Batch) -> Batch:
-        """Returns what the model gets of a batch."""
+        """The inputs of a batch, without its labels."""
         if self.names:
             return {name: value for name, value in batch.items() if name not in self.names}
         if self.length:
@@ -207,7 +207,7 @@ _NONE = Labels()
 
 
 def find_labels(model: nn.Module, batch: Batch) -> Labels:
-    """Find labels in a batch, by what the model takes. Nothing is left out that the model may need.
+    """Find the labels in a batch, by the arguments of the model. Nothing that it may need is left out.
 
     - `(inputs, labels)`: the last element is labels where the forward has no argument left for it. Where an optional
       argument is left, the model must fail with the last element and run without it.
@@ -248,7 +248,7 @@ def _at_the_end(model: nn.Module, batch: tuple[Any, ...] | list[Any]) -> Labels:
 
 
 def _is_target(inputs: Any, last: Any) -> bool:
-    """Whether the last element is no mask: tokens and a mask look like tokens and labels for every token."""
+    """Whether the last element is labels, not a mask: tokens and a mask look like tokens with labels."""
     if not isinstance(last, Tensor) or last.dtype == torch.bool:
         return False
     if not isinstance(inputs, Tensor):
@@ -257,7 +257,7 @@ def _is_target(inputs: Any, last: Any) -> bool:
 
 
 def parameter_for(model: nn.Module, number: int) -> inspect.Parameter | None:
-    """Returns the parameter of the forward that positional argument `number` goes to, if there is one."""
+    """The parameter of the forward that takes positional argument `number`, if there is one."""
     try:
         parameters = list(inspect.signature(unwrapped(model).forward).parameters.values())
     except (TypeError, ValueError):  # no Python function: it may take anything
@@ -283,7 +283,7 @@ def runs(model: nn.Module, batch: Batch, labels: Labels = _NONE) -> bool:
 
 # Examples, which are the rows of a batch ---------------------------------------------------------------------------
 def tensors_of(value: Any) -> list[Tensor]:
-    """Returns all tensors in a batch or an output, in order."""
+    """All tensors in a batch or an output, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -298,14 +298,14 @@ def is_rows(value: Any, size: int) -> bool:
 
 
 def part(value: Any, rows: slice) -> Any:
-    """Returns the given rows of all tensors."""
+    """Copy some rows of all tensors."""
     return pytree.tree_map(lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def padding_masks(batch: Batch) -> tuple[Tensor, ...]:
-    """Returns the attention masks of a batch that has padding, as booleans. (examples, tokens)
+    """The attention masks of a batch that has padding, as booleans. (examples, tokens)
 
-    None where it is not plain which of an encoder's and a decoder's tokens a mask is for: their shapes are the same.
+    Empty if a mask could be for the tokens of the encoder or the decoder, because their shapes are the same.
     """
     if not isinstance(batch, Mapping):
         return ()
@@ -318,7 +318,7 @@ def padding_masks(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def real_rows(x: Tensor, masks: Sequence[Tensor]) -> Tensor | None:
-    """Returns which of the leading rows of activations are no padding; None where all count. (rows,) or (b, tokens)"""
+    """Mask of the rows of activations that are not padding; None if all count. (rows,) or (b, tokens)"""
     for mask in masks:
         if x.ndim > 2 and x.shape[:2] == mask.shape:
             return mask.to(x.device)
@@ -328,13 +328,13 @@ def real_rows(x: Tensor, masks: Sequence[Tensor]) -> Tensor | None:
 
 
 def first_of(batch: Batch, most: int) -> Batch:
-    """Returns at most `most` examples of a batch, or all where its tensors have different numbers of rows."""
+    """At most `most` examples of a batch; all if its tensors have different numbers of rows."""
     size = count_examples(batch)
     return part(batch, slice(0, most)) if size > most and is_rows(batch, size) else batch
 
 
 def most_examples(limit: Limit, batch: Batch) -> int | None:
-    """Returns the number of examples to take, None for all.
+    """The number of examples to use, None for all.
 
     "auto" takes 1,024, and fewer where examples are large: 65,536 tokens, or 256 images of 3 x 224 x 224.
     """
@@ -349,16 +349,16 @@ def most_examples(limit: Limit, batch: Batch) -> int | None:
 
 
 def first_pair(pair: Pair, most: int) -> Pair:
-    """Returns at most `most` examples of a batch, and of what it was taken from."""
+    """At most `most` examples of a pair."""
     size = count_examples(pair[0])
     return _rows_of(pair, slice(0, most)) if size > most and is_rows(pair, size) else pair
 
 
 def held_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Divide batches into those to calibrate with and those to judge by: about the last eighth of the examples.
+    """Split batches into calibration and held-out ones: about the last eighth of the examples.
 
-    Whole batches are taken where that is at most a quarter of the examples, since every new shape has to be traced.
-    Else the last batch is divided. With fewer than 32 examples nothing is held out.
+    Whole batches are held out if that is at most a quarter of the examples, since every new shape must be traced. Else
+    the last batch is divided. With fewer than 32 examples nothing is held out.
     """
     rest, held = list(pairs), list[Pair]()
     sizes = [count_examples(batch) for batch, _ in pairs]

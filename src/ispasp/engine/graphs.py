@@ -1,4 +1,4 @@
-"""Traced graphs, ready to be run: one for every kind of batch."""
+"""Traced graphs, ready to run: one for every kind of batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TracedGraph:
 
     @classmethod
     def of(cls, analysis: Analysis) -> TracedGraph:
-        """Returns the graph that was analysed."""
+        """The graph that was analysed."""
         return cls(analysis.trace, {number: c.node for number, c in enumerate(analysis.tracker.contractions)})
 
     @cached_property
@@ -41,7 +41,7 @@ class TracedGraph:
 
     @cached_property
     def sources(self) -> dict[fx.Node, Source]:
-        """What each placeholder stands for."""
+        """The source of each placeholder."""
         return {node: self.trace.sources[node.name] for node in self.trace.graph.find_nodes(op="placeholder")}
 
     @cached_property
@@ -120,8 +120,8 @@ class TracedGraph:
 class TracedGraphs:
     """One traced graph for every kind of batch, the analysed contractions found again in each.
 
-    torch.export fixes shapes, and a forward may branch on them. So a smaller last batch or a longer sequence has a
-    trace of its own.
+    torch.export fixes shapes, and a forward may branch on them, so a smaller last batch or a longer sequence has its
+    own trace.
     """
 
     def __init__(self, model: nn.Module, analysis: Analysis, example: Batch, also: Sequence[Batch] = ()) -> None:
@@ -135,7 +135,7 @@ class TracedGraphs:
             self._add(batch, TracedGraph(walk.trace, matches(analysis.tracker, walk)))
 
     def of(self, batch: Batch) -> TracedGraph:
-        """Returns the graph for batches of this kind, traced if it is new."""
+        """The graph for batches of this kind, traced if it is new."""
         key = signature(batch)
         if key not in self._known:
             traced = trace(self._model, batch)
@@ -153,7 +153,7 @@ class TracedGraphs:
 
     def _add(self, batch: Batch, graph: TracedGraph) -> None:
         met = [graph.order[node] for _, node in sorted(graph.contractions.items()) if node in graph.order]
-        if met != sorted(met):  # all batches wait in front of one layer after the other
+        if met != sorted(met):  # all batches go through the layers in one order
             raise InputError(_another_way(batch))
         self._known[signature(batch)] = graph
         self.kinds.append((batch, graph))
@@ -167,7 +167,7 @@ def _another_way(batch: Batch) -> str:
 
 
 def same_way(a: Trace, b: Trace) -> bool:
-    """Whether two traces are the same ops on the same tensors, up to numbers such as the sizes of a view."""
+    """Whether two traces have the same ops on the same tensors, up to numbers such as the sizes of a view."""
 
     def described(node: fx.Node, traced: Trace) -> Any:
         source = traced.sources.get(node.name) if node.op == "placeholder" else None
@@ -177,7 +177,7 @@ def same_way(a: Trace, b: Trace) -> bool:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters and buffers, under all their names."""
+    """All parameters and buffers, under all their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -185,7 +185,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def caller(node: fx.Node, model: nn.Module) -> nn.Module | None:
-    """Returns the module in whose own forward a node was traced."""
+    """The module whose own forward a node was traced in."""
     paths = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return model.get_submodule(paths[-1]) if paths else None
 
@@ -197,7 +197,7 @@ def mutates(node: fx.Node) -> bool:
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments whose memory a node returns, or may return."""
+    """The arguments whose memory a node returns, or may return."""
     arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
     shared = [arg for arg, a in zip(node.args, arguments, strict=False) if a.alias_info is not None]
     shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []

@@ -1,7 +1,7 @@
 """The one engine that runs traced graphs: with edits, beside a dense twin, stopping in front of any node.
 
-torch.fx.Interpreter runs a graph from start to end. Pruning has to wait in front of a layer until it is decided, to
-look at what a later node will read, and to keep a dense twin beside, so nodes run one by one here.
+torch.fx.Interpreter runs a graph from start to end. Pruning waits in front of a layer until it is decided, looks ahead
+at the inputs of later nodes, and keeps a dense twin beside, so nodes run one by one here.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Edits:
-    """How the pruned network differs from the dense one. `a | b` has the edits of both, those of b first.
+    """Differences of the pruned network from the dense one. `a | b` merges two; those of b win.
 
-    `cuts[number]` is what contraction `number` still reads. `tensors` are new values of parameters and buffers, in the
-    dense shape. `biases[number]` is the new bias of a contraction that has none.
+    `cuts[number]` are the positions that contraction `number` still reads. `tensors` are new values of parameters and
+    buffers, in the dense shape. `biases[number]` is the new bias of a contraction that has none.
     """
 
     cuts: Mapping[int, Sequence[Cut]] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class Edits:
 
 
 class Runner:
-    """One batch in front of a node. The pruned network sees `edits`; with `twin` the dense one walks beside.
+    """One batch in front of a node. The pruned network has `edits`; with `twin` the dense one runs beside it.
 
-    Both are one until the first edited node. `slicing=False` zeroes removed channels instead of slicing them, `precise`
-    computes in float64 throughout. `probed` maps contractions to the argument that gets a zero added, to take
-    gradients for; `probes[number]` is then what was read, and the zero.
+    Both share their values up to the first edited node. `slicing=False` zeroes removed channels, instead of slicing.
+    `precise` computes in float64 throughout. `probed` maps contractions to the argument that gets a zero added, to take
+    gradients for; `probes[number]` is then the argument, and the zero.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Runner:
             if self._dense is None and self._twin and self._is_edited(node):
                 self._dense = self._copied()
             for values, edited in self._networks():
-                if node not in values:  # the dense one may have been looked up already
+                if node not in values:  # `value` may have run it already
                     values[node] = self._run(node, values, edited=edited)
             result = self._pruned[node]
             for values, _ in self._networks():
@@ -115,14 +115,14 @@ class Runner:
         return pytree.tree_unflatten(list(self.advance()), self.graph.trace.output)
 
     def branch(self, edits: Edits) -> Runner:
-        """Returns the same batch at the same node, going on with other edits."""
+        """A second runner at the same node, which goes on with other edits."""
         other = copy(self)
         other.edits, other._twin, other._dense = edits, False, None
         other._pruned = self._copied()
         return other
 
     def named(self, name: str) -> Tensor:
-        """Returns the present value of a parameter or buffer in the pruned network."""
+        """The present value of a parameter or buffer in the pruned network."""
         if name in self.edits.tensors:
             return self.edits.tensors[name]
         found: Tensor = self.fixed[self.graph.placeholders[name]]
@@ -140,7 +140,7 @@ class Runner:
         return [pruned] if self._dense is None else [pruned, (self._dense, False)]
 
     def _copied(self) -> Values:
-        """The live values; in memory of their own where ops write in place."""
+        """Copy the live values; into memory of their own if ops write in place."""
         return _cloned(self._pruned) if self.graph.writes else dict(self._pruned)
 
     def _is_edited(self, node: fx.Node) -> bool:
@@ -153,7 +153,7 @@ class Runner:
 
     # Looking ahead ----------------------------------------------------------------------------------------------
     def arguments(self, number: int, *, dense: bool = False) -> Arguments:
-        """Returns what a contraction reads, by argument name and before any cut. Runs ahead as far as needed."""
+        """The arguments of a contraction by name, before any cut. Runs ahead as far as needed."""
         node = self.graph.contractions[number]
         args, kwargs = self._fetch(node, self._ahead(node, dense=dense), edited=not dense)
         return named_arguments(node, args, kwargs)
@@ -168,7 +168,7 @@ class Runner:
         return float(torch.where(torch.isfinite(y), y, torch.zeros_like(y)).double().norm())
 
     def value(self, node: fx.Node, *, dense: bool = False, cut: bool = True) -> Any:
-        """Returns a node's value. With `cut=False` a contraction of the pruned network still reads everything."""
+        """The value of a node. With `cut=False` a contraction of the pruned network still reads everything."""
         live = self._live(dense=dense)
         if node in live:
             return live[node]
@@ -181,7 +181,7 @@ class Runner:
         return self._dense if dense and self._dense is not None else self._pruned
 
     def _ahead(self, target: fx.Node, *, dense: bool) -> Values:
-        """The values as they are when a later node reads its inputs."""
+        """The values at the time when a later node reads its inputs."""
         live, order = self._live(dense=dense), self.graph.order
         missing: set[fx.Node] = set()
         seen: set[fx.Node] = set()
@@ -191,7 +191,7 @@ class Runner:
             if node in seen:
                 continue
             seen.add(node)
-            # in-place ops on the way change this value, though no edge of the graph may say so
+            # in-place ops on the way change this value, even without an edge in the graph
             stack += [w for w in self.graph.writes.get(node, ()) if self._at <= order[w] < order[target]]
             if node.op != "placeholder" and node not in live:
                 missing.add(node)
@@ -257,7 +257,7 @@ class Lockstep:
     _runners: list[Runner] = field(default_factory=list, init=False)
 
     def over(self, number: int, edits: Edits, gather: Callable[[Iterator[Runner]], T]) -> T:
-        """Bring every batch in front of contraction `number`, and gather something of all of them."""
+        """Bring every batch in front of contraction `number`, and call `gather` with them."""
         if not self.rerunning:
             try:
                 return gather(self._waiting(number, edits))
@@ -319,7 +319,7 @@ def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> An
 
 
 def widened(value: Any) -> Any:
-    """Returns the same value in float64: tensors of lower precision, and dtypes that ops are told to use."""
+    """Convert tensors of lower precision, and dtype arguments of ops, to float64."""
 
     def wide(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dtype in _WIDE:
@@ -330,12 +330,12 @@ def widened(value: Any) -> Any:
 
 
 def _cut(node: fx.Node, given: Arguments, cuts: Sequence[Cut], *, slicing: bool) -> Arguments:
-    """Remove what is not read: slice where that is one position of the weight, else fill with zeros."""
+    """Cut the input of a contraction: slice it together with the weight if possible, else fill with zeros."""
     op = op_of(node)
     axis = op.sliced if op is not None and slicing and given.get("groups", 1) == 1 else None
     for each in cuts:
         x = each.data.get(given)
-        some = bool(each.stays.any())  # torch's convolutions do not read nothing
+        some = bool(each.stays.any())  # torch's convolutions need one channel
         if axis is not None and some and each.dim % x.ndim == axis % x.ndim and each.data.name == "input":
             positions = torch.nonzero(each.stays.to(x.device)).flatten()
             weight = given["weight"].index_select(1, positions)

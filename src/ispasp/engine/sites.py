@@ -34,7 +34,7 @@ class Site:
     path: str
     contraction: Contraction
     extents: tuple[tuple[int, Extent], ...]
-    _cache: dict[str, tuple[Sequence[Any], Any]] = field(default_factory=dict)  # what was made of weights only
+    _cache: dict[str, tuple[Sequence[Any], Any]] = field(default_factory=dict)  # results that depend on weights only
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -42,7 +42,7 @@ class Site:
         return frozenset(name for _, extent in self.extents for name in names_in(extent))
 
     def cuts(self, kept: Kept) -> list[Cut]:
-        """Returns what it reads of the kept units."""
+        """Positions of its input that hold kept units, axis by axis."""
         return [
             Cut(self.contraction.data, dim, kept_mask(extent, kept))
             for dim, extent in self.extents
@@ -50,12 +50,12 @@ class Site:
         ]
 
     def activations(self, arguments: Arguments) -> Tensor:
-        """Returns the argument that holds activations."""
+        """The argument that holds activations."""
         found: Tensor = self.contraction.data.get(arguments)
         return found
 
     def unpadded(self, runner: Runner) -> Arguments:
-        """Returns what it reads, with zeros for padding tokens: sums then do not count them."""
+        """Its arguments with zeros for padding tokens, so that sums do not count them."""
         arguments = runner.arguments(self.number)
         x = self.activations(arguments)
         real = real_rows(x, runner.padding)
@@ -65,7 +65,7 @@ class Site:
         return self.contraction.data.put(arguments, x.masked_fill(~kept, 0))
 
     def forms(self, arguments: Arguments) -> Sequence[Form]:
-        """Returns its products in linear form; cached for a weight, unless rows are divided among experts."""
+        """Its products in linear form; cached by weight, except for mixtures of experts."""
         x = self.activations(arguments)
         weights = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor) and v is not x]
         found: Sequence[Form] = self._cached(
@@ -76,7 +76,7 @@ class Site:
         return found
 
     def _cached(self, key: str, given: Sequence[Any], make: Callable[[], T]) -> T:
-        """Returns what was made before of the same objects, or of tensors of the same values."""
+        """Call `make`, unless it was called before for the same objects or tensors of the same values."""
         known = self._cache.get(key)
         if known is None or len(known[0]) != len(given) or not all(map(_same, known[0], given)):
             known = self._cache[key] = (given, make())
@@ -84,7 +84,7 @@ class Site:
         return found
 
     def units_of(self, name: str, x: Tensor) -> Tensor:
-        """Returns the unit of a hidden dimension that each entry of the activations belongs to, -1 for none."""
+        """The unit that each entry of the activations belongs to, -1 for none."""
         found = torch.full((1,) * x.ndim, -1, device="cpu")
         for dim, extent in self.extents:
             if name in names_in(extent):
@@ -94,7 +94,7 @@ class Site:
     def products(
         self, names: Sequence[str], arguments: Arguments, outputs: Tensor | None
     ) -> Iterator[tuple[Tensor, dict[str, Consumer]]]:
-        """Yield the input H of each product, and its consumer as seen from each of the hidden dimensions.
+        """Yield the input H of each product, and its consumer with the units of each hidden dimension.
 
         `outputs` are factors on the outputs, such as those of a BatchNorm right after.
         """
@@ -140,7 +140,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def sites(analysis: Analysis, wanted: Collection[str], *, others: bool = False) -> list[Site]:
-    """Returns the contractions that read one of these hidden dimensions, in graph order; with `others` all."""
+    """The contractions that read one of these hidden dimensions (with `others`: all), in graph order."""
     found = []
     order = {node: k for k, node in enumerate(analysis.trace.graph.nodes)}
     for number, contraction in enumerate(analysis.tracker.contractions):
@@ -204,7 +204,7 @@ def read(
 def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",)) -> Reading:
     """Take statistics of a batch: sums in float64, whatever the dtype of H.
 
-    H is what the consumer gets: (..., channels) for a linear one, (batch, channels, *size) for a convolution.
+    H is the input of the consumer: (..., channels) for a linear one, (batch, channels, *size) for a convolution.
     `needs` names the statistics: "moment" sum of H over the data (positions too where the consumer treats them
     alike), "magnitude" sum of |H|, "gram" sum of X X^T over the patches X that meet the weight, and those added with
     `register_statistic`.
@@ -250,26 +250,26 @@ def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
 
 
 class Tally:
-    """Sums of readings under keys. With `parts` > 0 they are also kept apart for so many mini-batches.
+    """Sums of readings under keys. With `parts` > 0, that many mini-batches are also summed apart.
 
-    Batch k goes to part k mod `parts`, so memory does not grow with the number of batches. Several machines count their
-    batches round robin, as a distributed sampler deals them out: batch k of machine r of m is number k m + r.
+    Batch k goes to part k mod `parts`, so memory does not grow with the number of batches. Ranks count their batches
+    round robin, as a distributed sampler deals them out: batch k of rank r of m is number k m + r.
     """
 
-    def __init__(self, parts: int = 0, machine: int = 0, machines: int = 1) -> None:
+    def __init__(self, parts: int = 0, rank: int = 0, ranks: int = 1) -> None:
         self._parts = parts
-        self._machine, self._machines = machine, machines
+        self._rank, self._ranks = rank, ranks
         self._sums: dict[tuple[int | None, Hashable], Rows] = {}
 
     def add(self, key: Hashable, rows: Rows, batch: int) -> None:
         """Add the readings of one batch."""
-        parts = [(batch * self._machines + self._machine) % self._parts] if self._parts else []
+        parts = [(batch * self._ranks + self._rank) % self._parts] if self._parts else []
         for at in ((part, key) for part in (None, *parts)):
             known = self._sums.get(at)
             self._sums[at] = rows if known is None else tuple(a + b for a, b in zip(known, rows, strict=True))
 
     def statistics(self, units: int, keys: Sequence[Hashable]) -> Statistics:
-        """Returns what was added under these keys. Parts that got no batch of this machine hold no data."""
+        """The sums under these keys. Parts that got no batch of this rank hold no data."""
         whole = [self._sums[None, key] for key in keys]
         parts = []
         for part in range(self._parts):
@@ -283,7 +283,7 @@ class Tally:
 
 # Producers ------------------------------------------------------------------------------------------------------
 def producers(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> tuple[Producer, ...]:
-    """Every layer that makes the hidden dimension, or the embeddings that do: one row of weights for each channel."""
+    """The layers or embeddings that make a hidden dimension: one row of weights per channel."""
     found = []
     for contraction in analysis.tracker.contractions:
         if any(name in names_in(analysis.extent(axis)) for axis in contraction.made):

@@ -1,4 +1,4 @@
-"""What methods that look at the task get to see: sensitivities of units, and the loss of any choice of units."""
+"""Inputs of methods that use the task loss: sensitivities of units, and the loss of any choice of units."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def checked_loss(value: Any) -> Tensor:
-    """Returns the loss if it is one finite number."""
+    """Check that the loss is one finite number."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InputError(
             f"loss(output, batch) returned a {type(value).__name__} "
@@ -74,7 +74,7 @@ def _by_unit(effect: Tensor, unit_of: Tensor, units: int) -> Sensitivity:
 def attached(
     statistics: Statistics, name: str, sites: Sequence[Site], totals: Mapping[tuple[int, str], Sensitivity]
 ) -> Statistics:
-    """Returns statistics with sensitivities. A mixture-of-experts site has several readings: the first gets them."""
+    """Add sensitivities to statistics. A mixture-of-experts site has several readings: the first gets them."""
     rows, at = list(statistics.readings), 0
     each = len(rows) // len(sites)
     for site in sites:
@@ -107,7 +107,7 @@ class TaskLoss:
     _dense: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def __call__(self, masks: Tensor, step: int) -> Tensor:
-        """Loss of each mask (m, units) on the mini-batch of the step, averaged over machines. (m,)"""
+        """Loss of each mask (m, units) on the mini-batch of the step, averaged over ranks. (m,)"""
         number = step % len(self.pairs)
         losses = torch.stack([self._loss(mask, number) for mask in masks.bool()])
         total: Tensor = self.team.sum_tensors({"loss": losses.double()})["loss"]

@@ -1,4 +1,4 @@
-"""The ranks that calibrate together: each has its own shard of the data, all start alike and decide alike."""
+"""The ranks that calibrate together: each has its own data, and all start and decide alike."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ def joined_team(timeout_seconds: float = 600.0) -> Team:
 class Team:
     """All ranks that calibrate together, or this process alone. Every rank makes the same calls in the same order.
 
-    Before anything is added or sent the ranks tell each other where they are. So a rank that failed, or that went
-    another way, is named on all others instead of leaving them waiting. Use it as a context manager, or `close` it, to
-    give its connections back.
+    Before they add or send anything, ranks tell each other where they are, so a rank that failed or is out of step is
+    named on all others instead of leaving them waiting. Use it as a context manager, or `close` it.
     """
 
     def __init__(self, wire: Wire | None = None) -> None:
@@ -124,8 +123,8 @@ class Team:
     def together(self, what: str) -> Iterator[None]:
         """A block that succeeds on all ranks or on none.
 
-        An exception inside it is raised unchanged on its own rank, and as `DistributedError` on the others, where they
-        next meet: inside the block or at its end. Errors name the block `what`.
+        An exception in it is raised unchanged on its own rank, and as `DistributedError` on the others where they meet
+        next. Errors name the block `what`.
         """
         if (wire := self._wire) is None:
             yield
@@ -162,7 +161,7 @@ class Team:
         return " in ".join((what, *reversed(self._places)))
 
     def _meet(self, wire: Wire, at: str, body: Any, error: str | None = None) -> list[Any]:
-        """What each rank brings to this point, once all are here and none has failed."""
+        """The bodies of all ranks, once all are here and none has failed."""
         messages = wire.exchange(at, {"at": at, "error": error, "body": body})
         failed = [f"rank {r} failed: {m['error']}" for r, m in enumerate(messages) if m["error"] is not None]
         if failed:
@@ -185,7 +184,7 @@ class Team:
         return False
 
 
-# Ranks must start alike: tensors and settings are compared by digests, a few bytes each -----------------------------
+# Ranks must start alike: tensors and settings are compared by digests ----------------------------------------------
 def alike(team: Team, what: str, facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
     """Raise `InputError` on every rank, naming the first fact that differs, unless all ranks have the same facts.
 
@@ -247,7 +246,7 @@ def digest(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can hold it, so that two of them are equal if they mean the same.
+    """Convert a value to JSON types, so that equal settings compare equal.
 
     Arrays become lists and objects their attributes. Functions are all alike: each process has its own.
     """

@@ -102,7 +102,7 @@ class Wire:
 
     @contextmanager
     def _in_step(self, what: str) -> Iterator[None]:
-        """After a failure nothing more is sent: ranks are out of step, and would read the wrong bytes."""
+        """Send nothing more after a failure: ranks are out of step, and would read the wrong bytes."""
         if self.broken:
             raise DistributedError(f"{what} cannot start on rank {self.rank}: {self.broken}; start all ranks again")
         try:
@@ -127,13 +127,13 @@ class Wire:
             ) from error
 
 
-# Statistics as sums with keys, so that ranks that have seen different data can agree on what to add ----------------
+# Statistics as sums with keys: ranks that have seen different data agree on what to add ------------------------------
 Key = tuple[int, str, Size]  # reading, statistic, key of its tensor
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks together have: the shape of every sum, and the number of examples behind each statistic."""
+    """Statistics of all ranks together: the shape of every sum, and the examples behind each statistic."""
 
     shapes: Mapping[Key, tuple[int, ...]]
     examples: Mapping[tuple[int, str], int]
@@ -151,7 +151,7 @@ def sums(statistics: Statistics) -> dict[Key, Tensor]:
 
 
 def outline(statistics: Statistics) -> dict[str, Any]:
-    """What one rank has, as JSON: for the others to see before anything is added."""
+    """The statistics of one rank in outline, as JSON, for the others to check before anything is added."""
     return {
         "units": statistics.units,
         "channels": [reading.consumer.channels for reading in statistics.readings],
@@ -161,7 +161,7 @@ def outline(statistics: Statistics) -> dict[str, Any]:
 
 
 def agreed(outlines: Sequence[Mapping[str, Any]]) -> Agreement:
-    """What all ranks together have, from the outline of each. Errors are the same on every rank.
+    """Merge the outlines of all ranks. Errors are the same on every rank.
 
     A rank without data at a consumer adds nothing there; one with data must have the statistics that the others have.
     """
@@ -194,7 +194,7 @@ def agreed(outlines: Sequence[Mapping[str, Any]]) -> Agreement:
 
 
 def added(statistics: Statistics, agreement: Agreement, add: Callable[[Key, Tensor], Tensor]) -> Statistics:
-    """Statistics with the sums and examples of all ranks. What this rank has not seen it adds as zeros."""
+    """Statistics with the sums and examples of all ranks. A rank adds zeros for what it has not seen."""
     own = sums(statistics)
 
     def zeros(key: Key, shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a model and a batch to its hidden dimensions and their cost, as far as the graph alone can tell."""
+"""Find the hidden dimensions of a model, and their cost, in its graph."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """What the graph tells. `tensors` are the parameters and buffers that it reads, by name."""
+    """Facts from the graph. `tensors` are the parameters and buffers that it reads, by name."""
 
     trace: Trace
     tracker: Tracker
@@ -57,11 +57,11 @@ class Analysis:
         return (self.tracker, *self.others, *([self.training] if self.training else []))
 
     def naming(self, chosen: Iterable[Found]) -> Analysis:
-        """The same analysis in which only these hidden dimensions have names; all other axes count as whole."""
+        """The same analysis with only these hidden dimensions; all other axes count as whole."""
         return replace(self, names={found.atom: found.name for found in chosen})
 
     def extent(self, axis: Axis) -> Extent:
-        """An axis in the words of plans."""
+        """Convert an axis to the notation of plans."""
         return tuple(
             tuple((self.names.get(atom), atom.size) for atom in segment) if segment else ((None, 1),)
             for segment in resolve(axis)
@@ -71,8 +71,8 @@ class Analysis:
 def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analysis:
     """Trace the model, track its axes and collect hidden dimensions and what is frozen.
 
-    `also` are batches of other kinds: all traces share the axes of the parameters, so what one of them freezes or ties
-    holds for all. The training path is tracked as well where it may differ from the one in eval mode.
+    `also` are batches of other kinds: all traces share the axes of the parameters, so an axis that one of them freezes
+    or ties is frozen or tied in all. The training path is tracked too if it may differ from eval mode.
     """
     everything = _values(model)
     tracker, *others = (Tracker(trace(model, each), everything) for each in (batch, *also))
@@ -118,9 +118,9 @@ def _used(values: Mapping[str, Value], walks: Iterable[Tracker]) -> dict[str, Va
     return {name: value for name, value in values.items() if id(value) in seen}
 
 
-# Other ways through the model ---------------------------------------------------------------------------------------
+# Other paths through the model --------------------------------------------------------------------------------------
 def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
-    """The contractions of one walk found again in another: the n-th use of the same parameters in the same way."""
+    """Find the contractions of one walk in another: the n-th use of the same parameters in the same way."""
     again: dict[Any, list[fx.Node]] = {}
     for contraction in other.contractions:
         again.setdefault(_key(contraction), []).append(contraction.node)
@@ -140,7 +140,7 @@ def _key(contraction: Contraction) -> Any:
 
 
 def _freeze_unmatched(main: Tracker, other: Tracker) -> None:
-    """Freeze what is read where only one of two walks goes: statistics and masks are the first walk's."""
+    """Freeze the inputs of layers that only one of two walks reaches: statistics and masks are the first walk's."""
     both = matches(main, other)
     only = [c for n, c in enumerate(main.contractions) if n not in both]
     only += [c for c in other.contractions if c.node not in both.values()]
@@ -151,7 +151,7 @@ def _freeze_unmatched(main: Tracker, other: Tracker) -> None:
 
 
 def _may_differ_in_training(model: nn.Module, tensors: Mapping[str, Value], read: Collection[str]) -> bool:
-    """Whether eval mode leaves a saved tensor with axes unread, or code asks for the mode."""
+    """Whether eval mode leaves saved tensors unread, or the model's code checks `training`."""
     unread = {name for name, value in tensors.items() if value.axes and name not in read}
     for path, module in model.named_modules(remove_duplicate=False):
         unread -= {f"{path}.{name}".removeprefix(".") for name in module._non_persistent_buffers_set}
@@ -188,7 +188,7 @@ def _unreached(
 
 # Hidden dimensions --------------------------------------------------------------------------------------------------
 def _choose_factors(walks: Sequence[Tracker], tensors: Mapping[str, Value]) -> None:
-    """Of a product only one factor may lose units: heads before others, then the one with the most units."""
+    """Let one factor of each product lose units: heads first, else the factor with the most units."""
     values = [*tensors.values()]
     for walk in walks:
         values += [v for node, v in walk.values.items() if node.op == "call_function" and isinstance(v, Value)]
@@ -300,7 +300,7 @@ def _total(rows: Iterable[Product], kept: Kept) -> int:
 
 
 def cost_model(analysis: Analysis, model: nn.Module, batch: Batch) -> CostModel:
-    """Collect every parameter and every product of the graph."""
+    """Collect the sizes of every parameter and every product of the graph."""
     parameters = []
     for name, parameter in model.named_parameters():  # tied parameters count once
         value = analysis.tensors.get(name)
@@ -324,7 +324,7 @@ def _row(analysis: Analysis, axes: Iterable[Axis]) -> Product:
 
 
 def unit_cost(model: CostModel, units: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Parameters and MACs that go with one unit of a dimension, everything else dense."""
+    """Parameters and MACs of one unit, with everything else dense."""
     if units[name] < 2:
         return 0, 0
     kept = {name: range(units[name] - 1)}

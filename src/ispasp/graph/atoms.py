@@ -1,9 +1,9 @@
-"""Index atoms: what the axes of tensors are made of.
+"""Index atoms, the building blocks of axes.
 
 An axis is a concatenation of segments, a segment a product of atoms (row-major, the first varies slowest). Removing an
-index of an atom removes every position of every axis whose index in that atom it is. Two atoms that must lose the same
-indices are united. An atom that turns out to be a product (12 heads x 64 channels) or a concatenation (gate | up) is
-refined, and every axis that holds it sees the refinement. An atom that may not lose an index is frozen, with a reason.
+index of an atom removes all positions with that index from every axis that holds the atom. Atoms that must lose the
+same indices are united. An atom that turns out to be a product (12 heads x 64 channels) or a concatenation (gate | up)
+is refined, in every axis that holds it. An atom that may not lose an index is frozen, with a reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Atom:
     _parent: Atom | None = field(default=None, repr=False)
 
     def root(self) -> Atom:
-        """The atom that stands for all that were united with this one."""
+        """The representative of all atoms that were united with this one."""
         atom = self
         while atom._parent is not None:
             atom = atom._parent
@@ -112,7 +112,7 @@ def _resolve_segment(segment: list[Atom]) -> list[list[Atom]]:
 
 
 def _resolve_minor(atoms: Iterable[Atom]) -> list[Atom]:
-    """The atoms behind the slowest one; a concatenation among them has no place in our notation and is frozen."""
+    """The atoms behind the slowest one; a concatenation among them cannot be written as segments and is frozen."""
     found: list[Atom] = []
     for atom in (a.root() for a in atoms):
         if atom.parts and atom.join == "product":

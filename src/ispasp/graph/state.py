@@ -1,4 +1,4 @@
-"""Leave the process and the model as they were: settings, signals, hooks, wrappers, what a forward changes."""
+"""Restore the process and the model: settings, signals, hooks, wrappers, changes by a forward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_new_turn)
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """A block that one thread of the process runs at a time; the same thread may enter again.
+    """Lock: one thread of the process runs the block at a time; the same thread may enter again.
 
     torch.export patches modules while it traces, and seeds belong to the process, so calls cannot run side by side.
     Random numbers and global settings of torch are restored at the end. Inside `with torch.device("meta")` new tensors
@@ -53,7 +53,7 @@ def one_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A block after which Ctrl-C takes effect: work that would leave things broken if it stopped half-way."""
+    """Delay Ctrl-C to the end of the block, which would leave things broken if it stopped half-way."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield  # only the main thread gets signals
@@ -161,7 +161,7 @@ def quiet(*packages: str) -> Iterator[None]:
             handler.removeFilter(passes)
 
 
-# What a forward changes ---------------------------------------------------------------------------------------------
+# Changes by a forward -----------------------------------------------------------------------------------------------
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _CONSTANTS = (str, bytes, int, float, complex, type, type(None))
 _DEEPEST = 6  # containers inside containers
@@ -194,7 +194,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _copy(value: Any, depth: int, undo: list[Callable[[], Any]]) -> tuple[Iterable[Any], int]:
-    """Copy one object and add its restoration to `undo`; returns what it holds and how deep that is."""
+    """Copy one object and add its restoration to `undo`; returns its items and their depth."""
     if type(value) in _CONTAINERS:
         undo.append(partial(_put_items, value, copy := value.copy()))
         return copy.values() if isinstance(copy, dict) else copy, depth + 1
@@ -284,7 +284,7 @@ def _attributes(model: nn.Module) -> list[tuple[int, ...]]:
 
 @contextmanager
 def left_out(places: list[Place]) -> Iterator[None]:
-    """A block in which this thread does not call these hooks."""
+    """Do not call these hooks in this thread, for a block."""
     thread = threading.get_ident()
 
     def skipped(_: int, hook: Hook) -> Hook:
@@ -369,7 +369,7 @@ def plain(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy, also of computed tensors, which torch refuses to copy, such as an old-style weight_norm's weight."""
+    """Deep-copy a model, including computed tensors that torch refuses to copy, such as weight_norm's weight."""
     computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
     try:
         return deepcopy(model, {id(value): value.detach().clone() for value in computed})

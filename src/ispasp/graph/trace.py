@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import config as fx_config
-from torch.fx._lazy_graph_module import _use_lazy_graph_module  # code that nobody runs is not compiled
+from torch.fx._lazy_graph_module import _use_lazy_graph_module  # does not compile code that never runs
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -68,14 +68,14 @@ def run(model: nn.Module, batch: Batch) -> Any:
 
 
 def run_and_restore(model: nn.Module, batch: Batch) -> Any:
-    """`run`, then undo what the forward changed in the model, such as counters and moving averages."""
+    """`run`, then undo changes that the forward made to the model, such as counters and moving averages."""
     with state_kept(model):
         return run(model, batch)
 
 
 @contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """Eval mode (or training mode), no gradients and no key/value cache; every module's mode is restored.
+    """Switch to eval (or training) mode, without gradients and key/value cache; restore every module's mode.
 
     Random generators that modules hold are restored as well. Autocast caches no converted weights, because surgery
     changes parameters in place.
@@ -135,7 +135,7 @@ def check_model(model: nn.Module) -> None:
 # Tracing ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Source:
-    """What a placeholder stands for: a parameter or buffer of the model (by its name), an input, a constant."""
+    """Origin of a placeholder: a parameter or buffer of the model (by name), an input, or a constant."""
 
     kind: Literal["parameter", "buffer", "constant", "input"]
     name: str
@@ -281,9 +281,9 @@ def _export_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         utils._safe_copy = before
 
 
-# Hooks that stay out of traces --------------------------------------------------------------------------------------
+# Hooks that are left out of traces ----------------------------------------------------------------------------------
 def _observers(model: nn.Module, batch: Batch) -> list[Place]:
-    """The users' hooks that take no part in what the model computes, and so belong in no graph.
+    """The users' hooks that do not take part in the computation, and so belong in no graph.
 
     A hook that changes nothing may still keep an activation for the forward to read later on. A graph without it then
     holds a constant there, and differs from the model on other inputs.

@@ -235,7 +235,7 @@ class Tracker:
         contracted: Sequence[Axis],
         made: Sequence[Axis],
     ) -> None:
-        """Note that a parameter reads these dimensions of the activations, an argument of the op."""
+        """Record that a parameter reads these dimensions of the activations, an argument of the op."""
         if self._depth:  # masks are put on the outer graph only
             for axis in contracted:
                 freeze(axis, Reason("is read inside a higher-order op", node.name))
@@ -245,7 +245,7 @@ class Tracker:
         )
 
     def counts(self, parameter: Value | None, attribute: str, axis: Axis) -> None:
-        """Note that an attribute of the parameter's module is the length of an axis."""
+        """Record that an attribute of the parameter's module is the length of an axis."""
         if parameter is not None:
             self.sizes += [(name, attribute, axis) for name in sorted(parameter.parameters)]
 

@@ -169,7 +169,7 @@ class SlimMultiheadAttention(nn.Module):
 
 
 def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> SlimMultiheadAttention:
-    """Returns a stand-in for an attention whose parameters have been cut to `heads` heads.
+    """Replace an attention whose parameters have been cut to `heads` heads.
 
     It holds the same Parameter objects under the same names, the same `out_proj` with corrected in_features, the
     training flag and the hooks. Do not use `module` any more.
@@ -205,7 +205,7 @@ def _check_module(module: nn.MultiheadAttention | SlimMultiheadAttention, heads:
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns both masks as one to add to the scores; it broadcasts to (B, H, L, S)."""
+    """Merge both masks into one to add to the scores; it broadcasts to (B, H, L, S)."""
     (B, H, L, _), S = q.shape, k.shape[2]
     merged = None
     if attn_mask is not None:

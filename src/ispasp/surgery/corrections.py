@@ -33,7 +33,7 @@ Shapes = Mapping[str, Sequence[Sequence[Shape]]]  # module -> for every call the
 
 
 def shapes_of(model: nn.Module, batch: Batch) -> Shapes:
-    """Returns the shapes of the tensors that every module returns, call by call."""
+    """The shapes of the tensors that every module returns, call by call."""
     shapes: dict[str, list[list[Shape]]] = {}
 
     def note(frame: Frame, output: Any) -> None:
@@ -55,7 +55,7 @@ def _shapes(output: Any) -> list[Shape]:
 
 
 def call(frame: Frame) -> list[Shape] | None:
-    """Returns the shapes that a module returns when called again, None if it fails."""
+    """Call a module again; returns the shapes of its output, None if it fails."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), state_kept(frame.module):
         try:
             return _shapes(frame.module(*frame.args, **frame.kwargs))
@@ -64,7 +64,7 @@ def call(frame: Frame) -> list[Shape] | None:
 
 
 def search(failure: Failure, structure: Structure, kept: Kept, dense: Shapes) -> tuple[Attribute, ...]:
-    """Returns corrections with which the failing module runs, looking outwards from it; empty if there are none."""
+    """Find corrections that make the failing module run, or one around it; empty if there are none."""
     frames = list(reversed(failure.stack))
     allowed = _allowed(structure, kept)
     for depth, frame in enumerate(frames[:_MOST_FRAMES]):
@@ -89,7 +89,7 @@ def search(failure: Failure, structure: Structure, kept: Kept, dense: Shapes) ->
 
 
 def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, kept: Kept) -> list[Attribute]:
-    """Returns the same corrections for all modules of the same class."""
+    """The same corrections for all modules of the same class."""
 
     def pattern(correction: Attribute) -> list[list[bool]]:
         return [[name is not None for name, _ in segment] for segment in correction.extent]
@@ -106,7 +106,7 @@ def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, ke
 
 
 def candidates(path: str, model: nn.Module, structure: Structure, kept: Kept) -> Iterator[tuple[Attribute, ...]]:
-    """Yields sets of corrections to try in and below a module, the smallest first; each costs a forward pass."""
+    """Yield sets of corrections to try in a module and its children, smallest first; each costs a forward pass."""
     known = {(a.module, a.name) for a in structure.attributes}
     options = []
     for inside, module in model.get_submodule(path).named_modules():
@@ -117,7 +117,7 @@ def candidates(path: str, model: nn.Module, structure: Structure, kept: Kept) ->
 
 
 def common_path(names: Sequence[str]) -> str:
-    """Returns the innermost module that holds all these tensors."""
+    """The innermost module that holds all these tensors."""
     steps = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
@@ -128,7 +128,7 @@ def is_builtin(module: nn.Module) -> bool:
 
 
 def _options(around: str, path: str, module: nn.Module, structure: Structure, kept: Kept) -> list[Attribute]:
-    """Returns the integers of a module that equal a dense size with a hidden dimension in the tensors around it."""
+    """Integers of a module that equal the dense size of an axis with units in the tensors around it."""
     sizes: dict[int, list[Extent]] = {}
     for extent in _extents(around, structure, kept):
         known = sizes.setdefault(full_length(extent), [])
@@ -139,7 +139,7 @@ def _options(around: str, path: str, module: nn.Module, structure: Structure, ke
 
 
 def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
-    """Yields axes with hidden dimensions, their segments, and the first, last and single factors of these."""
+    """Yield axes with hidden dimensions, their segments, and the first, last and single factors of these."""
     prefix = f"{path}." if path else ""
     for name, layout in structure.tensors.items():
         for extent in layout.axes.values() if name.startswith(prefix) else ():
@@ -151,7 +151,7 @@ def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
 
 
 def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
-    """Yields sets of corrections of different attributes, the smallest first."""
+    """Yield sets of corrections of different attributes, smallest first."""
     for size in range(1, len(options) + 1):
         for chosen in combinations(options, size):
             if len({(correction.module, correction.name) for correction in chosen}) == size:
@@ -159,14 +159,14 @@ def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
 
 
 def _allowed(structure: Structure, kept: Kept) -> set[tuple[int, int]]:
-    """Returns how axes may shrink: dense and remaining lengths."""
+    """The lengths that axes may have: pairs (dense, pruned)."""
     axes = [extent for layout in structure.tensors.values() for extent in layout.axes.values()]
     parts = [*axes, *((segment[:1],) for extent in axes for segment in extent)]
     return {(full_length(part), kept_length(part, kept)) for part in parts}
 
 
 def _fits(found: Sequence[Shape], calls: Sequence[Sequence[Shape]], allowed: set[tuple[int, int]]) -> bool:
-    """Whether shapes are those of the dense model but for axes that have lost units."""
+    """Whether shapes equal the dense model's except on axes that have lost units."""
 
     def fits(small: Shape, dense: Shape) -> bool:
         pairs = zip(small, dense, strict=False)

@@ -91,7 +91,7 @@ class Folding:
                 )
 
     def lost(self, path: str) -> int:
-        """Returns how many parameters fewer the plain layer has."""
+        """Number of parameters that the plain layer has less."""
         if path not in self._replaced:
             return 0
         old, new = self._replaced[path]
@@ -111,7 +111,7 @@ def folding(model: nn.Module, layers: Folding | None = None) -> Iterator[Folding
 
 
 def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple[str, ...]:
-    """Returns the layers that have more removable units once they are plain. Other computed weights stay computed."""
+    """The layers that have more removable units once they are plain. Others keep computing their weight."""
     computing = [(path, module) for path, module in model.named_modules() if path and _computes(module)]
     paths = [path for path, module in computing if _owns_its_tensors(model, module) and folded(module) is not None]
     if not paths:
@@ -125,7 +125,7 @@ def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple
 
 
 def folded(module: nn.Module) -> nn.Module | None:
-    """Returns a plain layer with the weight that a module computes, None if that gives other outputs."""
+    """A plain layer with the weight that a module computes; None if that gives other outputs."""
     base = _base(module)
     if base is None or not _computes(module) or "forward" in vars(module):
         return None
@@ -167,7 +167,7 @@ class _Products(TorchFunctionMode):
 
 
 def _watched(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor | None]]]:
-    """Returns an input, the module's output and the recorded products. Users' hooks are not called."""
+    """Run a module; returns input, output and recorded products. Users' hooks are not called."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _HOOKS):
             hook(module, (x,))
@@ -177,7 +177,7 @@ def _watched(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[T
 
 
 def _probes(module: Any) -> list[Tensor]:
-    """Returns random inputs of several sizes."""
+    """Random inputs of several sizes."""
     like = next(p for p in module.parameters() if p.is_floating_point())
     if isinstance(module, nn.Linear):
         shapes = [(3, module.in_features), (2, 5, module.in_features)]
@@ -189,7 +189,7 @@ def _probes(module: Any) -> list[Tensor]:
 
 
 def _plain(module: nn.Module, cls: type[nn.Module], weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """Returns a layer of a plain class with these tensors, and everything else that the module has."""
+    """A layer of a plain class with these tensors, and everything else from the module."""
     new = cls.__new__(cls)
     new.__dict__.update({k: v for k, v in vars(module).items() if k not in ("weight", "bias", "_compiled_call_impl")})
     trains = any(p.requires_grad for p in module.parameters())
@@ -209,7 +209,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _base(module: nn.Module) -> Any:
-    """Returns the plain class that a module derives from."""
+    """The plain class that a module derives from."""
     return next((cls for cls in type(module).__mro__ if cls in _PLAIN), None)
 
 
@@ -233,7 +233,7 @@ def _owns_its_tensors(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _free(analysis: Analysis) -> dict[str, int]:
-    """Returns how many inputs and outputs of each layer are not frozen."""
+    """Number of inputs and outputs of each layer that are not frozen."""
     found: dict[str, int] = {}
     for contraction in analysis.tracker.contractions:
         axes = (*contraction.contracted, *contraction.made)
@@ -245,7 +245,7 @@ def _free(analysis: Analysis) -> dict[str, int]:
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
-    """Returns a module that a plan names."""
+    """The module at a path that a plan names."""
     try:
         return model.get_submodule(path)
     except AttributeError as error:

@@ -21,7 +21,7 @@ from ispasp.surgery.fold import Folding, replace_module, submodule
 from ispasp.types.dimension import Extent, TensorLayout, full_length, kept_length, kept_mask, names_in
 from ispasp.types.plan import Plan
 
-_PLANS = "_ispasp_plans"  # an attribute that deepcopy takes along, and state_dict, repr and torch.export do not see
+_PLANS = "_ispasp_plans"  # deepcopy copies this attribute; state_dict, repr and torch.export ignore it
 _SIZES: Mapping[type[nn.Module], tuple[str, ...]] = {  # attributes that repeat the shape of `weight`
     nn.Linear: ("out_features", "in_features"),
     nn.Embedding: ("num_embeddings", "embedding_dim"),
@@ -52,7 +52,7 @@ def all_or_nothing() -> Iterator[Undo]:
 
 @contextmanager
 def removed(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Remove units for the time of a block."""
+    """Remove units for a block, then put them back."""
     with all_or_nothing() as undo:
         remove_(model, plan, undo)
         yield
@@ -61,7 +61,7 @@ def removed(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def plans_of(model: nn.Module) -> tuple[Plan, ...]:
-    """Returns every plan that was applied to the model, the first one first."""
+    """All plans that were applied to the model, in order."""
     found: tuple[Plan, ...] = vars(model).get(_PLANS, ())
     return found
 
@@ -147,7 +147,7 @@ def _add_biases(model: nn.Module, plan: Plan, undo: Undo) -> None:
 
 
 def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:
-    """Returns the tensors that lose something, checked against the model."""
+    """The tensors that lose units, checked against the model."""
     found: dict[str, TensorLayout] = {}
     for name, layout in plan.structure.tensors.items():
         if not any(_loses(extent, plan) for extent in layout.axes.values()):
@@ -178,7 +178,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """Returns a parameter or buffer by name."""
+    """A parameter or buffer by name."""
     module, leaf = _holder(model, name)
     tensor: Tensor = getattr(module, leaf)
     return tensor
@@ -196,7 +196,7 @@ def _cut(tensor: Tensor, layout: TensorLayout, plan: Plan) -> Tensor:
 
 
 def kept_part(name: str, value: Tensor, plan: Plan) -> Tensor:
-    """Returns what the plan leaves of a dense tensor."""
+    """Cut a dense tensor to the plan."""
     layout = plan.structure.tensors.get(name)
     return value if layout is None else _cut(value, layout, plan)
 
@@ -233,13 +233,13 @@ def set_data(tensor: Tensor, data: Tensor, grad: Tensor | None, undo: Undo) -> N
 
 # Weight norms -------------------------------------------------------------------------------------------------------
 def row_norms(v: Tensor, dim: int) -> Tensor:
-    """Returns the norms that a weight norm over `dim` divides by."""
+    """The norms that a weight norm over `dim` divides by."""
     norms: Tensor = torch.linalg.vector_norm(v, dim=[k for k in range(v.ndim) if k != dim], keepdim=True)
     return norms
 
 
 def _weight_norm_scales(model: nn.Module, plan: Plan, touched: dict[str, TensorLayout]) -> dict[str, Tensor]:
-    """Returns factors for g: ||v kept|| / ||v|| of each row, so that g v / ||v|| keeps its remaining entries."""
+    """Factors for g: ||v kept|| / ||v|| of each row, so that g v / ||v|| keeps its remaining entries."""
     scales: dict[str, Tensor] = {}
     for norm in plan.structure.weight_norms:
         if norm.v not in touched:
@@ -260,7 +260,7 @@ def _rescaled(name: str, g: Tensor, scale: Tensor) -> Tensor:
 
 
 def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
-    """Check that g and v still fit: torch multiplies them without a look at their shapes, beyond their memory."""
+    """Check that g and v still fit: torch multiplies them without checking shapes, even beyond their memory."""
     for name in touched:
         module, leaf = _holder(model, name)
         for ends in (("original0", "original1"), ("_g", "_v")):
@@ -329,7 +329,7 @@ def _set_attribute(module: nn.Module, name: str, new: Any, undo: Undo) -> None:
 
 
 def own_sizes(module: Any) -> dict[str, Any]:
-    """Returns the attributes that repeat the sizes of a layer's tensors, as these are now."""
+    """The attributes that repeat the sizes of a layer's tensors, with their present values."""
     weight = getattr(module, "weight", None)
     weight = getattr(module, "running_mean", None) if weight is None else weight
     if not isinstance(weight, Tensor):
@@ -352,7 +352,7 @@ _NUMBER = re.compile(r"(?:(?P<config>\w+)\.)?(?P<name>\w+)(?:\[(?P<index>\d+)\])
 
 
 def numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yields every integer among a module's attributes: plain, in lists and tuples, and in its config."""
+    """Yield every integer among a module's attributes: plain, in lists and tuples, and in its config."""
     for name, value in vars(module).items():
         if name.startswith("_"):
             continue
@@ -375,7 +375,7 @@ def _is_int(value: Any) -> bool:
 
 
 def read_number(module: nn.Module, name: str) -> int | None:
-    """Returns the integer that `numbers` gave this name, or None."""
+    """The integer that `numbers` yields under this name, or None."""
     found = _NUMBER.fullmatch(name)
     if found is None:
         return None

@@ -1,7 +1,7 @@
-"""Try surgery on a model: which hidden dimensions can go, and which attributes must be corrected for it.
+"""Try surgery on a model: which hidden dimensions can shrink, and which attributes must be corrected for it.
 
-The graph says what may be removed. Whether the model's own forward runs with less of it, and gives what masking gives,
-is tried on the model itself, on one short example where that takes the same way through the model as the batch.
+The graph says what may be removed. The trial checks that the model's own forward runs with fewer units and equals
+masking, on one short example if that takes the same path through the model as the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pair = tuple[int, int]  # units of a dimension, and how many of them are kept
 
 
 def short_example(batch: Batch, rows: int) -> Batch:
-    """Returns the first rows of a batch, and of tokens the first or last 32, whichever has less padding."""
+    """The first rows of a batch; of tokens the first or last 32, whichever has less padding."""
     few = first_of(batch, rows)
     length = next((t.shape[1] for t in tensors_of(few) if t.ndim == 2 and not t.is_floating_point()), 0)
     if length <= _TOKENS:
@@ -59,9 +59,9 @@ def short_example(batch: Batch, rows: int) -> Batch:
 
 
 def traced_example(model: nn.Module, batch: Batch, analysis: Analysis) -> tuple[Batch, TracedGraph]:
-    """Returns what to try the model on, with its graph: one or two short examples, or the batch itself.
+    """Choose what to try the model on, with its graph: one or two short examples, or the batch itself.
 
-    A short example must be half the batch at most, and take the same way through the model.
+    A short example must be half the batch at most, and take the same path through the model.
     """
     for rows in () if _is_cheap(model, batch, analysis) else (1, 2):
         short = short_example(batch, rows)
@@ -80,13 +80,13 @@ def _is_cheap(model: nn.Module, batch: Batch, analysis: Analysis) -> bool:
 
 
 def _ops(trace: Trace) -> list[str]:
-    """Returns all ops in order but for `expand`, which models leave out where there is one example only."""
+    """All ops in order, except `expand`, which models omit for a single example."""
     called = [node.target for node in trace.graph.nodes if node.op == "call_function"]
     return [str(target) for target in called if target is not torch.ops.aten.expand.default]
 
 
 def two_choices(units: Mapping[str, int], seed: int = 0) -> tuple[Kept, Kept]:
-    """Returns two random choices of about half of the units of each dimension.
+    """Two random choices of about half of the units of each dimension.
 
     Dimensions of equal size keep different numbers, none in proportion to another, so that a forward that reads the
     size of one for another is found out. Where numbers run out, no two have the same in both choices; there a dimension
@@ -114,7 +114,7 @@ def two_choices(units: Mapping[str, int], seed: int = 0) -> tuple[Kept, Kept]:
 
 @dataclass
 class Trial:
-    """The state of trying: corrections found so far, and dimensions that had to be refused, with the reason."""
+    """A trial in progress: corrections found so far, and refused dimensions with the reason."""
 
     model: nn.Module
     batch: Batch
@@ -137,7 +137,7 @@ class Trial:
         """Try all dimensions with two choices of units, until the model runs with both and equals masking."""
         choices: tuple[Kept, ...] = two_choices(self.structure.units)
         if _is_cheap(self.model, self.batch, self.analysis):
-            # A third choice, for what two pass by chance: numbers in the reverse order, other neighbours are larger.
+            # A third choice, for errors that two miss by chance: in reverse order, so that other neighbours are larger.
             backwards = dict(reversed(list(self.structure.units.items())))
             choices = (*choices, two_choices(backwards, seed=1)[0])
         for _ in range(_MOST_ROUNDS):
@@ -148,7 +148,7 @@ class Trial:
         self.refused.update(dict.fromkeys(self._left(choices[0]), why))
 
     def run_without(self, names: Sequence[str]) -> None:
-        """Try to remove these dimensions with all their units; those that must keep one are refused."""
+        """Try to remove these dimensions entirely; those that must keep a unit are refused."""
         kept: Kept = {}
         for name in names:
             if reaches_output(self.analysis, {**kept, name: ()}):
@@ -173,7 +173,7 @@ class Trial:
         return {name: kept for name, kept in choice.items() if name not in self.refused}
 
     def _passes(self, kept: Kept) -> bool:
-        """Whether units can go; if not, the trial has learnt from it."""
+        """Whether these units can be removed; if not, adopt corrections or refuse dimensions."""
         if not kept:
             return True
         outcome, found = self._try(kept, searching=True)
@@ -188,7 +188,7 @@ class Trial:
         return True
 
     def _try(self, kept: Kept, *, searching: bool = False) -> tuple[list[Tensor] | Failure, tuple[Attribute, ...]]:
-        """Remove units, run, and put them back. Where the model fails, corrections are searched before that."""
+        """Remove units, run, and put them back. If the model fails, search corrections before that."""
         found: tuple[Attribute, ...] = ()
         with removed(self.model, Plan(kept, self.structure)):
             outcome = attempt(self.model, self._example)
@@ -205,7 +205,7 @@ class Trial:
 
     # The forward fails ------------------------------------------------------------------------------------------
     def _adopt(self, found: Sequence[Attribute], kept: Kept) -> bool:
-        """Take corrections over, for all modules of the same class. Returns whether any was new."""
+        """Adopt corrections, for all modules of the same class. Returns whether any was new."""
         known = {_key(a) for a in self.structure.attributes}
         more = [a for a in alike(self.model, found, self.structure, kept) if _key(a) not in self._dropped]
         new = {_key(a): a for a in (*more, *found) if _key(a) not in known}
@@ -254,20 +254,20 @@ class Trial:
         self.refused.update({name: f"{where} {why}"[:300] for name, why in guilty.items()})
 
     def _fails_alone(self, name: str, kept: Kept) -> Failure | None:
-        """Returns how the forward fails without units of this dimension alone; a correction that helps is adopted."""
+        """How the forward fails if only this dimension loses units; a correction that helps is adopted."""
         only = {name: kept[name]}
         outcome, found = self._try(only, searching=True)
         return outcome if isinstance(outcome, Failure) and not self._adopt(found, only) else None
 
     def _tensors(self, name: str, path: str = "") -> list[str]:
-        """Returns the tensors of a module that hold units of a dimension."""
+        """The tensors of a module that hold units of a dimension."""
         return [
             tensor
             for tensor, layout in self.structure.tensors.items()
             if _within(tensor, path) and any(name in names_in(extent) for extent in layout.axes.values())
         ]
 
-    # The forward runs, but gives something else -------------------------------------------------------------------
+    # The forward runs, but differs from masking -------------------------------------------------------------------
     def _correct_difference(self, kept: Kept, error: float) -> None:
         """Find the guilty dimensions: an attribute may be wrong without making the forward fail."""
         guilty = _bisect(kept, self._is_wrong) or [self._last_straw(kept)]
@@ -278,7 +278,7 @@ class Trial:
         self.refused.update(dict.fromkeys(guilty, why))
 
     def _last_straw(self, kept: Kept) -> str:
-        """Where only a combination is wrong: the dimension with which it becomes so, adding one after the other."""
+        """If only a combination is wrong: the dimension that makes it so, adding one after the other."""
         names = list(kept)
         low, high = 0, len(names)  # names[:low] is right, names[:high] wrong
         while high - low > 1:
@@ -291,7 +291,7 @@ class Trial:
         return isinstance(outcome, Failure) or self._error(outcome, kept) > self._limit
 
     def _corrected(self, name: str, kept: Kept) -> bool:
-        """Adopt corrections around a dimension with which its removal equals masking. Returns whether there are any."""
+        """Adopt corrections that make the removal of a dimension equal masking. Returns whether there are any."""
         path, only, before = common_path(self._tensors(name)), {name: kept[name]}, self.structure
         told = tuple(a for a in before.attributes if _key(a) not in self._searched or not _within(a.module, path))
         for chosen in candidates(path, self.model, replace(before, attributes=told), only):
@@ -308,7 +308,7 @@ class Trial:
 
     # Training -----------------------------------------------------------------------------------------------------
     def _try_training(self, kept: Kept) -> None:
-        """Refuse the dimensions with which training fails, where it may take another way than eval mode."""
+        """Refuse the dimensions whose removal breaks training mode, if that takes another path than eval mode."""
         training = self.analysis.training
         if not self.analysis.by_mode or (training and same_way(training.trace, self.analysis.trace)):
             return
@@ -340,7 +340,7 @@ def reaches_output(analysis: Analysis, kept: Kept) -> bool:
 
 
 def cached_tokens(model: nn.Module, batch: Batch) -> int:
-    """Returns how many tokens the cache counts that a Hugging Face model fills; 0 without a cache."""
+    """Number of tokens in the cache that a Hugging Face model fills; 0 without a cache."""
     if "use_cache" not in inspect.signature(model.forward).parameters:
         return 0
     args, kwargs = call_arguments(batch)
@@ -360,7 +360,7 @@ def _trains(model: nn.Module, batch: Batch) -> bool:
 
 
 def _bisect(kept: Kept, wrong: Callable[[Kept], bool]) -> list[str]:
-    """Returns the dimensions that are wrong alone."""
+    """The dimensions that are wrong on their own."""
     if not kept or not wrong(kept):
         return []
     names, half = list(kept), len(kept) // 2

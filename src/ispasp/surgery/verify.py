@@ -1,4 +1,4 @@
-"""Removing must equal masking: run a model, mask the dense one, and compare their outputs."""
+"""Check that removing equals masking: run a model, mask the dense one, compare their outputs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Failure:
 
 
 def output_of(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Returns the tensors of the model's output in eval mode, with random numbers seeded."""
+    """The tensors of the model's output in eval mode, with random numbers seeded."""
     with evaluating(model), seeded():
         return tensors_of(run_and_restore(model, batch))
 
 
 def attempt(model: nn.Module, batch: Batch) -> list[Tensor] | Failure:
-    """Returns the model's output, or how it failed."""
+    """Run the model; returns its output, or how it failed."""
     try:
         return output_of(model, batch)
     except Exception:  # a forward may raise anything; run it again to see in which module
@@ -94,9 +94,9 @@ def watching(model: nn.Module, stack: list[Frame], after: Callable[[Frame, Any],
 def masked_output(
     analysis: Analysis, model: nn.Module, batch: Batch, kept: Kept, graph: TracedGraph | None = None
 ) -> list[Tensor]:
-    """Returns the output of the dense model with removed units zero at the input of every consumer.
+    """Run the dense model with zeros for removed units at the input of every consumer.
 
-    `graph` is that of the batch, if this is not the one that was analysed.
+    `graph` is the graph of the batch, if it is not the analysed one.
     """
     edits = Edits({site.number: site.cuts(kept) for site in sites(analysis, kept)})
     with evaluating(model), seeded():
@@ -133,7 +133,7 @@ def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Comparison:
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Returns the error alone. Integers count where more of them differ than rounding flips."""
+    """The error of `compare`. Integers count if more of them differ than rounding flips."""
     outcome = compare(found, expected)
     return outcome.error if outcome.flipped <= _FLIPPED else max(outcome.error, outcome.flipped)
 
@@ -167,7 +167,7 @@ def _compare(a: Tensor, b: Tensor) -> Comparison:
 
 
 def tolerance(trace: Trace) -> float:
-    """Returns the error that rounding explains, by the least precise dtype that the traced call or autocast uses."""
+    """The error that rounding explains, by the least precise dtype of the traced call or autocast."""
     values = tensors_of([node.meta.get("val") for node in trace.graph.nodes])
     used = {_REAL.get(value.dtype, value.dtype) for value in values}
     used |= {torch.get_autocast_dtype(device) for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)}
@@ -175,7 +175,7 @@ def tolerance(trace: Trace) -> float:
     return max(known, default=_TOLERANCE[torch.float32])
 
 
-# Other values for tensors of zeros: a gate of zeros hides whatever lies behind it -------------------------------------
+# Other values for all-zero tensors: a gate of zeros hides everything behind it ----------------------------------------
 def proves_nothing(tensor: Tensor) -> bool:
     """Whether a floating-point tensor is all zeros, or not all finite."""
     floating = tensor.is_floating_point() or tensor.is_complex()
@@ -186,7 +186,7 @@ def proves_nothing(tensor: Tensor) -> bool:
 
 
 def stirred(tensor: Tensor, seed: int) -> Tensor:
-    """Returns random values between 1/4 and 1. Those of matrices have mixed signs and shrink with their inputs."""
+    """Random values between 1/4 and 1; in matrices with mixed signs, and smaller with more inputs."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     size = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu") * 0.75 + 0.25
     if tensor.ndim > 1:
@@ -196,7 +196,7 @@ def stirred(tensor: Tensor, seed: int) -> Tensor:
 
 
 def stirred_tensors(tensors: Mapping[str, Tensor], edits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns other values, by name, for tensors that prove nothing. Tied tensors get the same."""
+    """Other values, by name, for tensors that prove nothing. Tied tensors get the same."""
     known: dict[int, Tensor] = {}
     found: dict[str, Tensor] = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -206,12 +206,12 @@ def stirred_tensors(tensors: Mapping[str, Tensor], edits: Mapping[str, Tensor]) 
 
 
 def stirred_batch(batch: Batch) -> Batch:
-    """Returns the batch with other values in tensors that prove nothing."""
+    """The batch with other values in tensors that prove nothing."""
     return pytree.tree_map_only(Tensor, lambda leaf: stirred(leaf, 0) if proves_nothing(leaf) else leaf, batch)
 
 
 def set_values(model: nn.Module, values: Mapping[str, Tensor], plan: Plan | None, undo: Undo) -> None:
-    """Give the model's tensors these values, cut to a plan where they are of the dense model."""
+    """Give the model's tensors these values; values of the dense model are cut to a plan."""
     done: set[int] = set()
     tensors = named_tensors(model)
     for name, value in values.items():
@@ -224,7 +224,7 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor], plan: Plan | None
 
 @contextmanager
 def telling(model: nn.Module) -> Iterator[None]:
-    """Put other values into tensors of zeros for the time of a block, so that trials see what lies behind them."""
+    """Put other values into all-zero tensors for a block, so that trials see what lies behind them."""
     with all_or_nothing() as undo:
         set_values(model, stirred_tensors(named_tensors(model), {}), None, undo)
         yield

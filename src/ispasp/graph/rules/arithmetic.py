@@ -278,7 +278,7 @@ def _pairwise(terms: list[str], right: str, sizes: dict[str, int]) -> list[list[
 def _unread(
     t: Tracker, node: fx.Node, terms: list[str], tensors: list[Value], letters: dict[str, Axis], summed: list[str]
 ) -> list[str]:
-    """Note what the only parameter of an einsum reads; returns the letters that are summed over otherwise."""
+    """Record what the only parameter of an einsum reads; returns the letters that are summed over otherwise."""
     fixed = [k for k, value in enumerate(tensors) if value.is_parameter]
     if len(fixed) != 1 or len(tensors) == 1:
         return summed

@@ -86,7 +86,7 @@ def _batch_norm(t: Tracker, node: fx.Node, x: Value, training: bool, **arguments
 
 @rule("_native_batch_norm_legit_no_training.default")
 def _batch_norm_in_eval(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
-    """What batch_norm becomes inside torch.vmap: the output, and two tensors for a backward pass."""
+    """batch_norm inside torch.vmap: returns the output, and two tensors for a backward pass."""
     rest = fresh(node, Reason("is kept for a backward pass", node.name))
     return [_each_channel(t, node, x, arguments), *rest[1:]]
 

@@ -13,7 +13,7 @@ from ispasp.graph.track import Tracker, Value, common_parameters, fresh, rule
 
 @rule("view _unsafe_view reshape flatten unflatten view_as reshape_as squeeze unsqueeze squeeze_ unsqueeze_")
 def _view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
-    """Axes are merged and split as the sizes before and after tell."""
+    """Merge and split axes by the sizes before and after."""
     before, after = [length(axis) for axis in x.axes], list(t.shape(node))
     if UNKNOWN in before or UNKNOWN in after or 0 in before:
         why = "has no entries" if 0 in before else "is reshaped to a size that depends on the data"
