@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What the masked network gives, taken before surgery."""
+    """Outputs of the masked network, taken before surgery."""
 
     net: MaskedNetwork
     runs: tuple[Run, ...]

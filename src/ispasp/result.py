@@ -108,13 +108,13 @@ class Result:
     curves: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict, repr=False)
     """Predicted error against kept units, (units, errors): of consumers, or of the output where a budget was spent."""
     scores: Scores | None = None
-    """What `evaluate` gave before and after."""
+    """Scores by `evaluate`, before and after."""
     agreement: Agreement | None = None
     """How often the pruned model predicts what the dense one does."""
     whole: tuple[Whole, ...] = ()
     """Hidden dimensions that a budget, `keep` or `skip` left whole."""
     healed: HealResult | None = None
-    """What healing gained."""
+    """The result of healing."""
 
     @property
     def plan_from_dense(self) -> Plan:

@@ -117,7 +117,7 @@ class _Lines(logging.Handler):
             print(f"ispasp: {record.getMessage()}", file=sys.stderr, flush=True)
 
     def beat(self, every: float, done: threading.Event) -> None:
-        """Until done, log the stage whenever nothing was logged for so many seconds."""
+        """Until done, log the stage whenever nothing was logged for `every` seconds."""
         while not done.wait(every / 4):
             if self.stage and time.monotonic() - self.last >= every:
                 LOG.info("%s, %.0f s", self.stage, time.monotonic() - self.since)
@@ -125,7 +125,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def signs_of_life(every: float = 10.0) -> Iterator[None]:
-    """Unless standard error is a terminal, write progress to it, and the stage every so many seconds."""
+    """Unless standard error is a terminal, write progress to it, and the stage every `every` seconds."""
     if sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""From what users type to examples: random inputs, image folders and .npz; texts are in a file of their own."""
+"""Load the examples that users name: random inputs, image folders and .npz. Texts are in `texts.py`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's
 
 
 class Task(str, Enum):
-    """What a model is for: the name is its class in transformers, the value what users type."""
+    """Task of a model: the name is its class in transformers, the value is what users type."""
 
     AutoModel = "features"
     AutoModelForCausalLM = "causal-lm"

@@ -1,4 +1,4 @@
-"""A model and examples that the command line has loaded, and which output of the model each label is."""
+"""The model and examples that a command has loaded, and the output of the model that each label means."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Examples:
     preprocessing: Preprocessing | None = None  # of images
 
     def some(self, number: int) -> list[int]:
-        """The numbers of that many examples, spread evenly so that a sorted folder yields all its classes."""
+        """Indices of `number` examples, spread evenly so that a sorted folder yields all its classes."""
         number = min(number, self.count)
         return [i * self.count // number for i in range(number)]
 

@@ -1,4 +1,4 @@
-"""From what users type to a model: `torchvision:`, `timm:`, `hf:`, `path/to/file.py:factory`, or a pruned folder."""
+"""Load the model that users name: `torchvision:`, `timm:`, `hf:`, `path/to/file.py:factory`, or a pruned folder."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
 
 
 def saved_result(folder: Path) -> dict[str, Any]:
-    """What result.json of a folder tells; "model" is empty unless it names what the folder was made from."""
+    """Read result.json of a folder; "model" is empty unless it names the dense model."""
     try:
         told = read_json(folder / RESULT)
     except SaveError:

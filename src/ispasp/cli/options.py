@@ -1,4 +1,4 @@
-"""What users type: options that several commands share, alone and in groups, and how their values are parsed."""
+"""Options that several commands share, alone and in groups, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA, WHAT, IMAGES = "Data", "What to prune", "Images"
 
 
 def option(panel: str | None, text: str, *names: str, parser: Callable[[str], Any] | None = None, **more: Any) -> Any:
-    """An option under one heading of the help page. What its parser refuses is a usage error."""
+    """An option under one heading of the help page. An InputError of its parser becomes a usage error."""
 
     def parse(typed: str) -> Any:
         try:

@@ -133,7 +133,7 @@ class HowOptions:
         "dense", _HOW, "Refit consumers to the dense network, or layer by layer."
     )
     order: Literal["sequential", "oneshot", "global"] = o.opt(
-        "sequential", _HOW, "Layer after layer, all layers from the dense network, or all units ranked together."
+        "sequential", _HOW, "Layer by layer, all layers in the dense network, or all units ranked together."
     )
     refit: Literal["consumers", "all"] = o.opt(
         "consumers", _HOW, "Consumers of pruned units, or all layers after them."
@@ -144,14 +144,14 @@ class HowOptions:
     memory: Any = o.opt(
         None,
         _HOW,
-        "Bytes for waiting activations, such as 2G; beyond, batches run again for every layer.",
+        "Bytes for waiting activations, such as 2G; beyond that, batches run again for every layer.",
         parser=bytes_of,
     )
     recalibrate: bool = o.opt(False, _HOW, "Re-estimate BatchNorm statistics.", "--recalibrate")
     heal: bool = o.opt(False, _HOW, "Train the pruned model towards the dense one, without labels.", "--heal")
     heal_time: float | None = o.opt(None, _HOW, "Seconds that --heal may take. Default: about 20 epochs.", min=1)
-    search: int = o.opt(0, _HOW, "Candidates that --macs and --params try beyond the curves.", min=0)
-    least: int = o.opt(1, _HOW, "Fewest units that --macs and --params leave; 0 lets residual branches go.", min=0)
+    search: int = o.opt(0, _HOW, "Extra candidate networks that --macs and --params try.", min=0)
+    least: int = o.opt(1, _HOW, "Fewest units that --macs and --params leave; 0 may remove residual branches.", min=0)
     curves: bool = o.opt(True, _HOW, "Predict the error at other widths, for the report.", "--curves/--no-curves")
 
     def chosen(self) -> str | Selector:
@@ -173,7 +173,7 @@ class WhatOptions:
 
     scope: o.Scope = "blocks"
     kinds: o.Kinds = o.ALL_KINDS
-    skip: list[str] | None = o.opt(None, o.WHAT, "Glob of what stays whole; repeatable.")
+    skip: list[str] | None = o.opt(None, o.WHAT, "Glob of hidden dimensions to leave alone; repeatable.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ _OLD = 24 * 3600.0  # seconds after which remains are removed without a lock
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Path]:
-    """A fresh folder inside `folder`, removed at the end. What killed processes left there is removed first."""
+    """A fresh folder inside `folder`, removed at the end. Leftovers of killed processes are removed first."""
     handle = None
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None

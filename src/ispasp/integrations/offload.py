@@ -24,7 +24,7 @@ _FRESH = "ispasp-"  # prefix of folders with new values
 
 @contextmanager
 def materialised(model: nn.Module) -> Iterator[bool]:
-    """Make a model under accelerate's hooks a plain one for a while: real tensors on the CPU, its own forward.
+    """Take accelerate's hooks off a model for a block: real tensors on the CPU, its own forward.
 
     Undoes `dispatch_model` (`device_map=...`), `cpu_offload` and `disk_offload`; yields whether there was anything to
     undo. The whole model must fit into host memory. At the end, also after an exception, every tensor goes back to its
@@ -53,7 +53,7 @@ def materialised(model: nn.Module) -> Iterator[bool]:
 
 @dataclass(frozen=True, eq=False)
 class _Dispatch:
-    """What accelerate put on a model: hooks and guarded methods by module, devices or sources by tensor."""
+    """The traces of accelerate on a model: hooks and guarded methods by module, devices or sources by tensor."""
 
     hooks: Mapping[str, Any]
     methods: Mapping[str, Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""What people see: progress bars, tables, figures and the HTML report. It knows records and text, not networks."""
+"""Output for people: progress bars, tables, figures and the HTML report, from records and text."""
 
 from ispasp.report.figures import new_figure
 from ispasp.report.progress import track

@@ -218,7 +218,7 @@ def _settings(settings: Record, command: str) -> str:
 
 
 def _certificate(result: Record, layers: Sequence[Record]) -> str:
-    """What was proved about the surgery, and what was not."""
+    """The proof that removing equals masking, and its gaps."""
     proof = result.get("proof") or "Largest relative difference to the dense network with removed units masked"
     rows = "".join(
         f'<li><span class="name">{_breakable(row["name"])}</span> {_rounding(row.get("certificate"))}</li>'

@@ -109,14 +109,14 @@ def _fit(texts: dict[Column, list[str]], width: int) -> list[Column]:
 
 
 def _width(texts: Mapping[Column, Sequence[str]], name: int = _WIDEST) -> int:
-    """The width of a table whose shortened names have at most so many letters."""
+    """The width of a table with names shortened to at most `name` letters."""
     longest = {c: max(map(cell_len, [c.title, *cells])) for c, cells in texts.items()}
     return 1 + sum(3 + (min(size, max(name, len(c.title))) if c.shorten else size) for c, size in longest.items())
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What an object prints: a title, `facts` as (label, text), a table, and remarks.
+    """A printed object: a title, `facts` as (label, text), a table, and remarks.
 
     >>> print(Sheet("Net", [("parameters", "58")], [Column("name", "layer")], [{"name": "fc"}], [("frozen", ["x"])]))
     Net

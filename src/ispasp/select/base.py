@@ -1,4 +1,4 @@
-"""Selectors: what they are, how they are found by name, and plain functions that score units."""
+"""Selectors: their base classes, the registry of names, and plain functions as selectors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Selector(ABC):
         return [self.select(statistics, width).kept for width in widths]
 
     def factors(self, statistics: Statistics, kept: Sequence[int]) -> tuple[float, ...]:
-        """Factors the method puts on the kept units, used when there is no compensation; () for none."""
+        """Factors on the kept units, used without compensation; () for none."""
         return ()
 
 
@@ -279,7 +279,7 @@ def selector(method: str | Selector | type[Selector] | Score) -> Selector:
 
 
 def _check_named(given: Selector | type[Selector], kind: str) -> None:
-    """Raise unless the method has a name, and needs what exists (known only when it is used)."""
+    """Raise unless the method has a name, and its needs exist (checked on use)."""
     known = [*STATISTICS, "task", "producers"]
     for missing in ("name", "needs"):
         if not hasattr(given, missing):

@@ -1,4 +1,4 @@
-"""What selectors share: order without ties, the error of any choice of units, and the residuals of a chosen set."""
+"""Helpers of selectors: order without ties, the error of any choice of units, residuals of a chosen set."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Lasso(Search):
 
 
 def _path(E: Tensor, widths: Sequence[int]) -> list[list[int]]:
-    """The non-zero units at the largest lambda that has so many; fewer if lambda reaches zero before."""
+    """For each width, the non-zero units at the largest lambda with that many; fewer if lambda reaches zero."""
     E = E + torch.diag(_RIDGE * E.diagonal())
     c, beta = E.sum(1), torch.zeros_like(E[0])  # c: correlations with the residual, E (1 - beta)
     first = float(c.abs().max())

@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class RestrictedIsometry:
-    """What is known of delta_r: the eigenvalues of all W_T^T W_T, |T| = r, span `inner` and stay within `outer`.
+    """Bounds on delta_r: the eigenvalues of all W_T^T W_T, |T| = r, span `inner` and stay within `outer`.
 
     With `rescaled`, delta_r is that of c W for the best factor c, which Algorithm 1 does not see. `lower` and `upper`
     bound delta_r, `scale` is the c for which c W has the constant `upper`.

@@ -1,4 +1,4 @@
-"""Training: recipes, what is minimised, the order of the data, checkpoints, and the loop on accelerate."""
+"""Training: recipes, losses, data order, checkpoints, and the loop on accelerate."""
 
 from ispasp.train.objective import Teacher
 from ispasp.train.recipe import AdamW, Recipe, Sgd

@@ -30,7 +30,7 @@ Parts = Mapping[str, Mapping[str, Tensor]]  # part, such as "model" -> name -> t
 
 @dataclass(frozen=True)
 class Store:
-    """The checkpoint file of a run in a folder, written `every` so many steps.
+    """The checkpoint file of a run in a folder, written every `every` steps.
 
     Runs with the same `settings` can go on from each other's files.
     """
@@ -65,7 +65,7 @@ class Store:
     def read(
         self, ranks: Team, model: nn.Module, steps: float, build: Callable[[dict[str, Any], Parts], Found]
     ) -> Found | None:
-        """What `build` makes of the checkpoint, or None if there is none. All ranks read the same.
+        """Read the checkpoint and pass it to `build`; None if there is none. All ranks read the same.
 
         Raises if it is from a run with other settings or of more than `steps` steps.
         """
@@ -122,7 +122,7 @@ class Store:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers (also non-persistent ones), tied ones once."""
+    """Parameters and buffers (non-persistent ones too), tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 

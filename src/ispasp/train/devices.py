@@ -1,4 +1,4 @@
-"""An accelerate `Accelerator` for one run; everything is as before afterwards.
+"""An accelerate `Accelerator` for one run, undone afterwards.
 
 accelerate takes seconds to import, so it is imported when a run begins.
 """

@@ -1,4 +1,4 @@
-"""Training without labels: a student on its way to its teacher, in stages that can be interrupted and resumed."""
+"""Training without labels: a student towards its teacher, in stages that can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ispasp.train.mimic import Distance, Pair, pair
 from ispasp.train.recipe import SCHEDULES
 
 Values = dict[str, Tensor]  # of parameters, by name
-_WARMUP, _FIRST = 0.2, 0.05  # part of a stage in which the learning rate rises, and from what
+_WARMUP, _FIRST = 0.2, 0.05  # fraction of a stage in which the learning rate rises, and its first value
 _CHECKS = 4  # looks at the held-out examples in a stage
 _JUDGES = 512  # held-out examples that decide
 _BETAS = (0.9, 0.99)  # of Adam; stages are short
@@ -42,7 +42,7 @@ class Stage:
     seconds: float
 
     def lr_at(self, position: float) -> float:
-        """The learning rate at a part of the stage, in [0, 1).
+        """The learning rate at a position of the stage, in [0, 1).
 
         >>> [round(Stage(None, 1.0, 8, 1).lr_at(position), 2) for position in (0, 0.1, 0.2, 0.6)]
         [0.05, 0.53, 1.0, 0.5]
@@ -66,7 +66,7 @@ class Place:
 
 
 class Networks:
-    """Student and teacher: how far apart they are on a batch, at the outputs or at the end of a block."""
+    """Student and teacher, and their distance on a batch: at the outputs or at the end of a block."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, accelerator: Any = None) -> None:
         """Both are on the device of the accelerator already."""
@@ -84,7 +84,7 @@ class Networks:
         return self._pairs[key]
 
     def distance(self, batch: Batch, block: int | None = None) -> Distance:
-        """Gradients reach all parameters, or those of the block."""
+        """Compare both networks. Gradients reach all parameters, or those of the block."""
         batch = pytree.tree_map_only(Tensor, lambda t: t.to(self._device), batch)
         found = self.pair(batch, block)
         with self._autocast():
@@ -92,7 +92,7 @@ class Networks:
 
 
 class Healing:
-    """A run: parameters, how far it has come, and their states: at the start, best by output, best of the stage."""
+    """A run: its progress, and the parameters at the start, best by output, and best of the stage."""
 
     def __init__(self, networks: Networks, examples: Examples, judges: Examples, ranks: Team) -> None:
         self.networks, self.examples, self.ranks = networks, examples, ranks
@@ -146,7 +146,7 @@ class Healing:
         self._set(self._kept)
 
     def _stage(self, stage: Stage, precise: Values, optimizer: torch.optim.Optimizer, store: Store | None) -> None:
-        """Train from the present state to the best of the stage, by the distance at its end."""
+        """Train one stage, and keep its best state by the distance at its end."""
         at, whole = self.at, stage.block is None
         self._clock = time.monotonic()
         if at.done == 0:
@@ -180,14 +180,14 @@ class Healing:
                 self._save(store, precise, optimizer)
 
     def _position(self, stage: Stage) -> float:
-        """The part of the stage that is done, the same on all ranks. The first step is always taken."""
+        """Fraction of the stage that is done, the same on all ranks. The first step is always taken."""
         now = time.monotonic()
         self.at.spent, self._clock = self.at.spent + now - self._clock, now
         spent = 0.0 if math.isinf(stage.seconds) else self.ranks.total(self.at.spent) / self.ranks.size
         return max(self.at.done / stage.steps, spent / max(stage.seconds, 1e-9)) if self.at.done else 0.0
 
     def _step(self, block: int | None, precise: Values, optimizer: torch.optim.Optimizer) -> bool:
-        """Change the parameters once, by the mean gradient over ranks. False where the loss is not finite."""
+        """Take one optimizer step, by the mean gradient over ranks. False if the loss is not finite."""
         ranks, parameters = self.ranks, [*self.trained(block).values()]
         batch = self.examples.batch(self.at.step)
         loss = self.networks.distance(batch, block).loss
@@ -214,7 +214,7 @@ class Healing:
 
     @torch.no_grad()
     def _check(self, batch: Batch, block: int | None) -> None:
-        """A loss that is not finite in the best state comes from the batch."""
+        """Raise if the loss is not finite in the best state either: then it comes from the batch."""
         self._set(self._good)
         if not math.isfinite(self.ranks.total(float(self.networks.distance(batch, block).output))):
             raise InputError("the loss is NaN or Inf on a training batch: look for NaN and Inf in the batches")
@@ -238,14 +238,14 @@ class Healing:
 
     @torch.no_grad()
     def _divergence(self, block: int | None) -> float:
-        """The mean over held-out batches of all ranks; infinite where it is no number."""
+        """Mean divergence over the held-out batches of all ranks; infinite if it is not a number."""
         mine = sum(float(self.networks.distance(batch, block).output) for batch in self._judges)
         value = self.ranks.total(mine) / self.ranks.total(len(self._judges))
         return max(value, 0.0) if math.isfinite(value) else math.inf
 
     @contextmanager
     def undone_by_errors(self) -> Iterator[None]:
-        """After an error the student is as it was; after Ctrl-C it is the best so far."""
+        """Restore the student after an error; after Ctrl-C keep the best state so far."""
         try:
             yield
         except BaseException as error:
@@ -265,7 +265,7 @@ class Healing:
     def _save(
         self, store: Store | None, precise: Values, optimizer: torch.optim.Optimizer | None, *, last: bool = False
     ) -> None:
-        """Write a checkpoint, every so many steps and at the end."""
+        """Write a checkpoint, every `store.every` steps and at the end."""
         if store is None or self.ranks.rank or not (last or self.at.step % store.every == 0):
             return
         parts: Parts = {
@@ -277,7 +277,7 @@ class Healing:
         store.write(asdict(self.at) | {"stages": list(map(astuple, self.at.stages))}, parts)
 
     def resume(self, store: Store) -> Parts:
-        """Go to the state of a checkpoint, if there is one. Returns its tensors."""
+        """Restore the state of a checkpoint, if there is one. Returns its tensors."""
         tensors = model_tensors(self.networks.student)
         found = store.read(self.ranks, self.networks.student, math.inf, _restored)
         if found is None:
@@ -302,7 +302,7 @@ class Healing:
 
 
 def _restored(about: Mapping[str, Any], parts: Parts) -> tuple[Place, Parts]:
-    """What `_save` wrote."""
+    """Read what `_save` wrote."""
     history = [(int(step), float(apart)) for step, apart in about["history"]]
     place = Place(history=history, stages=[Stage(*stage) for stage in about["stages"]])
     for name in ("step", "stage", "done", "spent", "goal", "best"):

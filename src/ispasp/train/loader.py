@@ -39,7 +39,7 @@ def seed_everything(*place: int) -> None:
 class StepLoader:
     """Reads a loader in groups of `accumulate` batches, one group per step; an epoch's last group may be smaller.
 
-    Every epoch is seeded anew, so reading can start at any step: what comes before it in its epoch is read and dropped.
+    Every epoch is seeded anew, so reading can start at any step: earlier batches of its epoch are read and dropped.
     """
 
     def __init__(self, loader: Any, batches: int, accumulate: int, seed: int, rank: int, *, shared: bool) -> None:
@@ -103,7 +103,7 @@ class StepLoader:
             random.setstate(state[2])
 
     def _counted(self, iterator: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
-        """Exactly as many batches as the length of the loader says, with their numbers of examples."""
+        """Yield exactly len(loader) batches, with their numbers of examples."""
         batch = last = None
         for number in range(self.batches):
             batch = next(iterator, _END)
@@ -131,7 +131,7 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def _holders(loader: Any, paths: Sequence[str]) -> list[Any]:
-    """What is at each path of attributes, None where there is nothing."""
+    """The object at each path of attributes, None if there is none."""
     return [reduce(lambda at, name: getattr(at, name, None), filter(None, path.split(".")), loader) for path in paths]
 
 

@@ -46,14 +46,14 @@ class Run:
     teachers: tuple[nn.Module, ...] = ()
     """Models that the loss runs: put on the same device, in eval mode."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a checkpoint knows of the loss."""
+    """Settings of the loss, for checkpoints."""
 
     def steps(self, batches: int) -> int:
-        """How many optimizer steps, for a loader of that many batches."""
+        """Number of optimizer steps, for a loader of that many batches."""
         return max(1, round(self.epochs * -(-batches // self.accumulate)))
 
     def settings(self, batches: int, precision: str) -> dict[str, Any]:
-        """What two runs must have in common for one to continue the other's checkpoint."""
+        """Settings that must be equal to resume a checkpoint."""
         return {
             "recipe": repr(self.recipe),
             "epochs": self.epochs,
@@ -124,7 +124,7 @@ class _Saved:
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: StepLoader, scaler: Any) -> None:
-        """Put all of them into the saved state, the model last: a checkpoint that does not fit leaves it as it was."""
+        """Restore the saved state, the model last: a checkpoint that does not fit leaves it as it was."""
         saved, states = self.parts.get("model", {}), self.parts.get("loader", {})
         check_fits(model_tensors(model), saved)
         restore_optimizer(optimizer, self.parts.get("optimizer", {}))

@@ -1,4 +1,4 @@
-"""How far a pruned network is from the dense one: at its outputs, and at features on the way.
+"""Distance of a pruned network from the dense one: at its outputs, and at features on the way.
 
 Features are found in the traced graphs. Every path from the inputs to the outputs leads through a *bottleneck*, such as
 the residual stream between two blocks or the map before pooling. A *merge* adds two branches of one shape that have
@@ -33,10 +33,10 @@ Key = tuple[str, str, int]  # module path, op, which of them: finds a node of on
 
 @dataclass(frozen=True, eq=False)
 class Distance:
-    """`output` is what the network is judged by: KL divergence of logits, relative squared error of other outputs.
+    """`output` judges the network: KL divergence of logits, relative squared error of other outputs.
 
     `features` is the mean over all features of the squared error relative to the variance of the dense network's.
-    `loss` is what is trained: the features, and the outputs by their share of positions. A classifier has one output an
+    `loss` is minimised: the features, plus the outputs by their share of positions. A classifier has one output per
     example and hundreds of positions in its features. With equal weights a pruned ResNet20 healed less.
     """
 
@@ -274,6 +274,6 @@ def _positions(values: Tensor) -> int:
 
 
 def _counted(values: Tensor, masks: Masks) -> Tensor:
-    """The values of tokens that are no padding, where there is a row for every token."""
+    """The values without padding tokens, if there is a row for every token."""
     rows = real_rows(values, masks)
     return values if rows is None else values[rows]

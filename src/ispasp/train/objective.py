@@ -25,7 +25,7 @@ _LABEL_ARGUMENTS = ("target", "targets", "label", "labels")
 
 
 def inputs_of(batch: Batch) -> Any:
-    """What the model is called with: a tuple without the labels at its end, or the whole mapping."""
+    """The inputs of the model: a tuple without the labels at its end, or the whole mapping."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         return batch
     inputs = tuple(batch[:-1])

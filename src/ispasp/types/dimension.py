@@ -1,4 +1,4 @@
-"""Hidden dimensions: what a survey says of them, where their units lie in a tensor, how many stay.
+"""Hidden dimensions: their description, the place of their units in tensors, the number of units that stay.
 
 An extent describes one axis of a tensor as a concatenation of products of factors, slowest first. ("fc1", 64) is the
 index of a hidden dimension, (None, 49) an index that stays whole. `((("attn", 12), (None, 64)),)` is an axis of 12

@@ -1,4 +1,4 @@
-"""Plans: which units stay, and all that surgery needs to know to remove the others."""
+"""Plans: which units stay, and where the others lie in the model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FACTORS = 64  # of one product; a tensor has no more axes than that
 class Plan:
     """Hidden dimension name -> kept unit indices, with the structure of the model it was made for.
 
-    Decided first, applied later: `ispasp.apply_(model, plan)`. Dimensions that are not named stay whole. One that keeps
-    no unit goes entirely: what its consumers return is their bias, or nothing.
+    Decided first, applied later: `ispasp.apply_(model, plan)`. Dimensions that are not named stay whole. One without
+    kept units is removed entirely: its consumers return their bias, or zeros.
     """
 
     kept: Mapping[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Statistics: all that a selector sees of a hidden dimension, and the selection it returns.
+"""Statistics, the input of a selector for one hidden dimension, and the selection it returns.
 
 A statistic is a small sum over the data, taken at the input of a consumer. It merges with `+` and never holds the
 activations. A new one is one class with `@register_statistic`; most are one tensor and extend `Total`.
@@ -25,7 +25,7 @@ Size = tuple[int, ...]
 class Statistic(ABC):
     """A sum over data. Selectors ask for it by putting its `name` into their `needs`.
 
-    `tensors` and `from_tensors` take it apart and put it together again, so that several machines can add theirs.
+    `tensors` and `from_tensors` take it apart and put it together again, so that ranks can add theirs.
     """
 
     name: ClassVar[str]
@@ -35,7 +35,7 @@ class Statistic(ABC):
     @classmethod
     @abstractmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        """Take it of one batch. H is what the consumer gets, floating-point and detached.
+        """Measure one batch. H is the input of the consumer, floating-point and detached.
 
         (..., channels) for a linear consumer, (batch, channels, *size) for a convolution. Sum in float64.
         """
@@ -54,7 +54,7 @@ class Statistic(ABC):
     @classmethod
     @abstractmethod
     def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
-        """Build it from what `tensors` returns."""
+        """The inverse of `tensors`."""
 
 
 S = TypeVar("S", bound=Statistic)
@@ -97,7 +97,7 @@ def measurable() -> list[str]:
 
 
 def by_channel(consumer: Consumer, H: Tensor) -> Tensor:
-    """What the consumer gets, as (channels, examples x positions)."""
+    """Rearrange the input of a consumer as (channels, examples x positions)."""
     return H.movedim(1 if isinstance(consumer, ConvConsumer) else -1, 0).flatten(1)
 
 
@@ -271,9 +271,9 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """All a selector sees of one hidden dimension of `units` units: one reading per consumer, and its producers.
+    """The input of a selector for one hidden dimension of `units` units: a reading per consumer, and producers.
 
-    Producers carry weights only, no data; they are empty where no method asks for them. `task(masks, step)` returns the
+    Producers hold weights, no data; they are there if the method needs them. `task(masks, step)` returns the
     task loss of networks in which only the units of each mask (m, units) stay, on the mini-batch of that step. (m,)
     `parts` are the same statistics of single mini-batches, for a selector that takes a new one at every step.
     """
@@ -313,7 +313,7 @@ class Step:
     """The kept units after one iteration and their residuals.
 
     V is the dense minus the pruned output of the consumers. `moment_residual` is ||mu(V)||_2, mu the sum over the data.
-    `residual` is ||V||_F where data or a Gram matrix were at hand, else None: first moments cannot give it.
+    `residual` is ||V||_F if data or a Gram matrix were available, else None: first moments cannot give it.
     """
 
     kept: tuple[int, ...]
