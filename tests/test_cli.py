@@ -150,6 +150,16 @@ def test_random_inputs_are_told_loudly(here: Path) -> None:
     assert "random numbers, not data" in Path("small/report.html").read_text(encoding="utf-8")
 
 
+def test_healing_from_the_command_line_resumes(here: Path) -> None:
+    options = ("--heal-steps", 4, "--heal-blocks", "--heal-checkpoint", "healing", "--no-curves", "--json", "--force")
+    first, second = (command("prune", "nets.py:tiny", "--data", "data.npz", "--out", "small", *options) for _ in "ab")
+    assert (first.code, second.code) == (0, 0), second.err
+    healed = [json.loads(done.out)["healed"] for done in (first, second)]
+    assert [each["steps"] for each in healed] == [4, 4]
+    assert [each["resumed"] for each in healed] == [0, 4]
+    assert command("prune", "nets.py:tiny", "--data", "data.npz", "--heal-augment", "flop").code == 2
+
+
 def test_finetune_wins_back_accuracy_and_its_folder_can_be_used_on(here: Path) -> None:
     command("prune", "nets.py:tiny", "--data", "data.npz", "--keep", "0.5", "--out", "small")
     done = command("finetune", "small", "--model", "nets.py:tiny", "--data", "data.npz", "--val", "data.npz",

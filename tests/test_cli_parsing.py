@@ -11,14 +11,23 @@ import pytest
 import torch
 from torch import nn
 
-from ispasp import Macs, Params
+from ispasp import Heal, Macs, Params
 from ispasp.cli import options as o
 from ispasp.cli.app import one_line
 from ispasp.cli.evaluate import accuracy, perplexity
 from ispasp.cli.loaded import Examples, numbered
 from ispasp.cli.models import saved_folder
 from ispasp.cli.preprocessing import Preprocessing
-from ispasp.cli.prune import AmountOptions, bytes_of, looks_at_the_task, method_of, number, share
+from ispasp.cli.prune import (
+    AmountOptions,
+    HealOptions,
+    augment_of,
+    bytes_of,
+    looks_at_the_task,
+    method_of,
+    number,
+    share,
+)
 from ispasp.errors import InputError
 from ispasp.select import ISpaSP
 
@@ -34,6 +43,16 @@ def test_amounts() -> None:
     assert amount(macs=0.5) == Macs(0.5) and amount(params=1000) == Params(1000)
     numbers = [number(text) for text in ("0.5", "64", "2.69e9")]
     assert numbers == [0.5, 64, 2_690_000_000] and [type(x) for x in numbers] == [float, int, int]
+
+
+def test_healing_is_asked_for_by_any_of_its_options(tmp_path: Path) -> None:
+    assert HealOptions().chosen() is None
+    assert HealOptions(heal=True).chosen() == Heal()
+    assert HealOptions(heal_blocks=True, heal_checkpoint=tmp_path).chosen() == Heal(blocks=True, checkpoint=tmp_path)
+    limits = HealOptions(heal_time=9.0, heal_steps=3, heal_epochs=0.5, heal_augment=augment_of("flip, crop"))
+    assert limits.chosen() == Heal(time=9.0, steps=3, epochs=0.5, augment=("flip", "crop"))
+    with pytest.raises(InputError, match="augment"):
+        augment_of("flop")
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,11 @@ from ispasp.cli.models import RESULT, ModelOptions, check_out, saved_folder, sav
 from ispasp.errors import InputError, SaveError
 from ispasp.report.html import html
 from ispasp.select import Selector, methods, selector
+from ispasp.train.augment import augmentation
 from ispasp.train.objective import labels_of, logits_of
 
-_AMOUNT, _HOW = "How much stays", "How"
+_AMOUNT, _HOW, _HEAL = "How much stays", "How", "Heal"
+_HEALING = ("time", "steps", "epochs", "augment", "blocks", "checkpoint")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -148,8 +150,6 @@ class HowOptions:
         parser=bytes_of,
     )
     recalibrate: bool = o.opt(False, _HOW, "Re-estimate BatchNorm statistics.", "--recalibrate")
-    heal: bool = o.opt(False, _HOW, "Train the pruned model towards the dense one, without labels.", "--heal")
-    heal_time: float | None = o.opt(None, _HOW, "Seconds that --heal may take. Default: about 20 epochs.", min=1)
     search: int = o.opt(0, _HOW, "Extra candidate networks that --macs and --params try.", min=0)
     least: int = o.opt(1, _HOW, "Fewest units that --macs and --params leave; 0 may remove residual branches.", min=0)
     curves: bool = o.opt(True, _HOW, "Predict the error at other widths, for the report.", "--curves/--no-curves")
@@ -165,6 +165,32 @@ class HowOptions:
         if looks_at_the_task(method):
             return f"{method.name} looks at the task, so every width would need the loss again: there are no curves."
         return "" if self.curves else "There are no curves: --no-curves was passed."
+
+
+def augment_of(text: str) -> tuple[str, ...]:
+    """Parse --heal-augment."""
+    names = tuple(part.strip() for part in text.split(","))
+    augmentation(names)
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealOptions:
+    """How to heal: `ispasp.Heal`. Any of these asks for it."""
+
+    heal: bool = o.opt(False, _HEAL, "Train the pruned model towards the dense one, without labels.", "--heal")
+    heal_time: float | None = o.opt(None, _HEAL, "Seconds at most. Without a limit: about 20 epochs.", min=1)
+    heal_steps: int | None = o.opt(None, _HEAL, "Steps at most.", min=1)
+    heal_epochs: float | None = o.opt(None, _HEAL, "Passes over the calibration data at most.", min=0)
+    heal_augment: Any = o.opt(None, _HEAL, "Changes of images: flip, crop or flip,crop.", parser=augment_of)
+    heal_blocks: bool = o.opt(False, _HEAL, "One block after the other, in less memory.", "--heal-blocks")
+    heal_checkpoint: Path | None = o.opt(None, _HEAL, "Folder; the same command resumes from it after a stop.")
+
+    def chosen(self) -> ispasp.Heal | None:
+        """Return `heal=` of `ispasp.prune`."""
+        given = {name: getattr(self, f"heal_{name}") for name in _HEALING}
+        asked = self.heal or any(value not in (None, False) for value in given.values())
+        return ispasp.Heal(**given) if asked else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +221,7 @@ def prune(
     data: DataOptions,
     amounts: AmountOptions,
     how: HowOptions,
+    healing: HealOptions,
     what: WhatOptions,
     device: o.Device = "",
     out: Annotated[Path, o.option(None, "Folder to write to.")] = Path("pruned"),
@@ -202,7 +229,7 @@ def prune(
     as_json: o.Json = False,
 ) -> None:
     """Prune a model with unlabelled data; write the model, plan.json, result.json and report.html."""
-    chosen = _chosen(amounts, how, what)
+    chosen = _chosen(amounts, how, healing, what)
     Options(**chosen)  # reports options that do not go together before anything is loaded
     check_out(out, force=force)
     loaded = model.load(data.seed)
@@ -231,7 +258,7 @@ def prune(
     _print(told, str(result), found, out, as_json=as_json)
 
 
-def _chosen(amounts: AmountOptions, how: HowOptions, what: WhatOptions) -> dict[str, Any]:
+def _chosen(amounts: AmountOptions, how: HowOptions, healing: HealOptions, what: WhatOptions) -> dict[str, Any]:
     """Return the options as `ispasp.prune` takes them."""
     same = {
         name: getattr(how, name) for name in ("search", "least", "order", "refit", "ridge", "memory", "recalibrate")
@@ -240,7 +267,7 @@ def _chosen(amounts: AmountOptions, how: HowOptions, what: WhatOptions) -> dict[
         "keep": amounts.amount(),
         "round_to": amounts.round_to,
         "method": how.chosen(),
-        "heal": ispasp.Heal(time=how.heal_time) if how.heal or how.heal_time else None,
+        "heal": healing.chosen(),
         "compensate": None if how.compensate == "none" else how.compensate,
         "scope": what.scope,
         "kinds": what.kinds,
