@@ -1,4 +1,4 @@
-"""How often a classifier is right."""
+"""Accuracy of a classifier."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def run(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Threads have more to do with each other than with matrices this small, above all on a busy machine."""
+    """Use one thread: for matrices this small, threads cost more than they gain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

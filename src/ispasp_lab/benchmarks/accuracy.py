@@ -61,13 +61,13 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What tells it from other rows."""
+        """The key of this row."""
         return self.task, self.way, self.size, self.method, self.heal, self.test
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows to measure; an empty tuple takes all. `test`: examples, 0 for all. `heal_time`: seconds of healing."""
+    """The rows to measure; an empty tuple takes all. `test`: examples, 0 for all. `heal_time`: seconds of healing."""
 
     sizes: tuple[float, ...] = ()
     ways: tuple[str, ...] = ()

@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Network:
-    """How to load a task, from which files, and which rows it has: sizes by the way that they are given."""
+    """A task: how to load it, its files, and its rows (sizes, by the kind of `keep`)."""
 
     load: Callable[[int], Task]
     files: tuple[str, ...]

@@ -25,7 +25,7 @@ WEIGHTS = "resnet34.pth"
 
 
 def weights() -> str:
-    """Which weights the network has, in words."""
+    """A description of the network's weights."""
     return f"the weights of {WEIGHTS}" if available(WEIGHTS) else "random weights"
 
 

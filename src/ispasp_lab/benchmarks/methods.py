@@ -116,7 +116,7 @@ def statistics(
 
 
 def wanted(method: Selector, whole: Statistics) -> Statistics:
-    """Only what the method asks for: with Gram matrices at hand it would also work out residuals."""
+    """Only the statistics that the method needs: with Gram matrices it would also compute residuals."""
     rows = [(r.consumer, [s for name, s in r.statistics.items() if name in method.needs]) for r in whole.readings]
     return replace(whole, readings=tuple(Reading(consumer, *asked) for consumer, asked in rows))
 

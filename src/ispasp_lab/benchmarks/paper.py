@@ -90,7 +90,7 @@ def run(
 
 
 def paper_plan(model: Any, batches: Sequence[Tensor], counts: Mapping[str, int], T: int, rerun: str) -> Sets:
-    """Which units stay in each block of a torchvision ResNet, by the paper's procedure.
+    """The units that stay in each block of a torchvision ResNet, by the paper's procedure.
 
     `counts`: "layer2.1.conv1" -> number of filters that stay. `rerun` says when the network is run again.
     """
@@ -117,7 +117,7 @@ def paper_plan(model: Any, batches: Sequence[Tensor], counts: Mapping[str, int],
 
 
 def _hidden(model: Any, blocks: Sequence[Any], number: int, x: Tensor) -> Tensor:
-    """What conv2 of a block reads, from the images on. (batch, channels, h, w)"""
+    """The input of conv2 of a block, from the images on. (batch, channels, h, w)"""
     with torch.no_grad():
         x = model.maxpool(model.relu(model.bn1(model.conv1(x))))
         for block in blocks[:number]:

@@ -1,7 +1,7 @@
 """`ispasp bench surgery`: time and memory of survey and surgery, side by side with torch-pruning.
 
 Three networks with random weights on one example, and the pretrained SmolLM2-135M on a batch of 4 x 128 tokens, where
-its folder is at hand; keep 0.5. Each library runs in a process of its own for each network, so that memory is its own.
+its folder is there; keep 0.5. Each library runs in a process of its own for each network, so that memory is its own.
 Ours surveys a tiny network first: the first torch.export of a process imports for seconds (`start_s`).
 """
 
@@ -46,7 +46,7 @@ class Network:
     last: Callable[[Any], nn.Module]
     """The layer that makes the output: torch-pruning must be asked to leave it."""
     attention: Callable[[Any], bool] = lambda module: False
-    """Which modules have heads that torch-pruning must be told of, and be corrected afterwards."""
+    """The modules whose heads torch-pruning must be told of, and that are corrected afterwards."""
     output: Callable[[Any], Tensor] | None = None
     weights: str = ""
     """Folder of the pretrained weights; without it the network is skipped."""
@@ -275,7 +275,7 @@ def _step(network: Network, model: nn.Module, batch: Any, keep: float, gone: dic
 
 
 def _masked(dense: nn.Module, batch: Any, gone: dict[str, set[int]]) -> list[Tensor]:
-    """What the dense network gives with those inputs of its linear layers and convolutions zero."""
+    """The output of the dense network with those inputs of its linear layers and convolutions zero."""
     for name, indices in gone.items():
         layer = dense.get_submodule(name)
         if isinstance(layer, nn.Linear | nn.Conv2d):

@@ -49,7 +49,7 @@ def timed(job: Callable[[], T]) -> tuple[float, T]:
 def interleaved(
     jobs: Mapping[str, Callable[[], Any]], repeats: int, what: str = "timing", *, progress: bool = False
 ) -> dict[str, Timing]:
-    """Run all jobs in turn, `repeats` rounds of them: what slows the machine for a while slows all of them.
+    """Run all jobs in turn, `repeats` rounds of them, so that a busy machine slows all of them alike.
 
     >>> order = []
     >>> found = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)

@@ -1,4 +1,4 @@
-"""What the lab adds to the command `ispasp`: demo, reproduce, bench."""
+"""The commands that the lab adds to `ispasp`: demo, reproduce, bench."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def surgery(
 
 @bench.command()
 def recipes(as_json: Json = False) -> None:
-    """What the paper's recipes yield beside what it prints, with the other readings of its text."""
+    """Count MACs of the paper's recipes, beside the printed numbers and for other readings of its text."""
     from ispasp_lab.benchmarks import recipes as experiment
 
     rows = experiment.run()

@@ -28,7 +28,7 @@ Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviati
 
 
 class Examples(Protocol):
-    """What is read in slices: a tensor, Pixels or Files."""
+    """Images that are read in slices: a tensor, Pixels or Files."""
 
     def __len__(self) -> int:
         """How many examples."""

@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def stem(self) -> str:
-        """What the files are called: cnn-cifar10."""
+        """The name of the files, such as cnn-cifar10."""
         return f"cnn-{Path(self.data).name}"
 
 
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, float]:
-        """What tells it from the other rows of its settings."""
+        """The key of this row among those with the same settings."""
         return self.method, self.compensate, self.keep
 
 

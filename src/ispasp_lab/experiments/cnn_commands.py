@@ -1,4 +1,4 @@
-"""What `ispasp reproduce cnn` does, as lines to show while it goes on."""
+"""The steps of `ispasp reproduce cnn`, which yield lines to show."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FINAL = "fine-tuned"
 
 @dataclass(frozen=True)
 class Training:
-    """How much is trained: epochs after each block with a fixed learning rate, and epochs at the end with cosine."""
+    """Amount of training: epochs after each block with a fixed learning rate, and epochs at the end with cosine."""
 
     between: float = 1.0
     final: float = 90.0
@@ -62,12 +62,12 @@ class Stage:
 
 
 def blocks(found: Survey, keep: Mapping[str, float]) -> dict[str, int]:
-    """Which hidden dimensions lose units, in order, and how many stay in each."""
+    """The hidden dimensions that lose units, in order, and the number that stays in each."""
     return {name: len(kept) for name, kept in found.plan(keep).kept.items()}
 
 
 def target(model: str, recipe: str | None, keep: float | None) -> tuple[str, Mapping[str, float]]:
-    """What to keep, and what to call it: a recipe of the paper by name, or one fraction for all blocks.
+    """`keep` and its label: a recipe of the paper by name, or one fraction for all blocks.
 
     >>> target("mobilenet_v2", "mobilenet_v2-260M", None)[1]["features.6.conv.0.0"]
     0.4
@@ -142,7 +142,7 @@ class _Run:
             yield self._final(len(todo) + 1)
 
     def _resumed(self) -> list[Stage]:
-        """What is done; the rows of what was recorded but not saved are dropped."""
+        """The finished steps; rows that were recorded but not saved are dropped."""
         path = self._place / "stages.csv"
         rows = read_rows(path, Stage)
         for row in rows:
@@ -223,7 +223,7 @@ class _Run:
 
 
 def _both(plan: Plan, new: Plan) -> Plan:
-    """What has become of the dense network after one more block; biases that compensation added stay in the plan."""
+    """The plan from the dense network after one more block; biases that compensation added stay in it."""
     known = plan.structure
     gained = {f"{path}.bias": new.structure.tensors[f"{path}.bias"] for path in new.structure.biases}
     biases = tuple(dict.fromkeys((*known.biases, *new.structure.biases)))

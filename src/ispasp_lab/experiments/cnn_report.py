@@ -85,7 +85,7 @@ def summary(rows: Sequence[Row], command: str, figure: str) -> str:
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """What the numbers say about i-SpaSP and about compensation, in sentences.
+    """Sentences on i-SpaSP and on compensation, from the numbers.
 
     >>> a = Row("net", "cifar10", 64, 0, 0, "l1", "none", 0.5, 88.0, 5e6, 1e5, 1.0)
     >>> b = Row("net", "cifar10", 64, 0, 0, "ispasp", "none", 0.5, 80.0, 5e6, 1e5, 1.0)
@@ -118,7 +118,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def _gains(rows: Sequence[Row]) -> list[str]:
-    """How much compensation adds, over the pairs of rows that differ in nothing else."""
+    """The gain by compensation, over the pairs of rows that differ in nothing else."""
     found = []
     cells = {row.key: row.accuracy for row in rows}
     for compensate in ("local", "dense"):

@@ -25,7 +25,7 @@ _GROUP = 32  # batches that are sorted by length together
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained on what. `train` and `tested`: sentences, 0 for all; `examples`: sentences for pruning.
+    """Model and data of a run. `train` and `tested`: sentences, 0 for all; `examples`: sentences for pruning.
 
     `epochs` of training before pruning and `again` epochs after it, with AdamW and linear decay from `lr`. The paper:
     two epochs, then half a one.

@@ -46,7 +46,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What tells it from the other rows of its settings."""
+        """The key of this row among those with the same settings."""
         return self.trial, self.method, self.kept, self.finetune_lr
 
 

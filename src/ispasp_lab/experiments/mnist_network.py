@@ -23,7 +23,7 @@ _TRAINING = ("hidden", "epochs", "lr", "batch", "examples", "seed")  # what the 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all rows of a run share: the paper's values where it gives them, but for the epochs.
+    """Settings that all rows of a run share: the paper's values where it gives them, except for the epochs.
 
     `fresh` takes a new mini-batch in every iteration of i-SpaSP, as the paper does. `examples` limits the training set.
     The paper trains for 200 epochs and does not say how long it fine-tunes.

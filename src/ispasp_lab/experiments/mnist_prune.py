@@ -1,4 +1,4 @@
-"""Which hidden units of a two-layer network stay: i-SpaSP, GFS, Top-K, and a random draw as the control."""
+"""Choose hidden units of a two-layer network: i-SpaSP, GFS, Top-K, and a random draw as the control."""
 
 from __future__ import annotations
 

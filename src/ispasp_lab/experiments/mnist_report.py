@@ -1,4 +1,4 @@
-"""What `ispasp reproduce mnist` found: means over trials, a figure, and Markdown that holds it against the paper."""
+"""Report of `ispasp reproduce mnist`: means over trials, a figure, and Markdown that compares with the paper."""
 
 from __future__ import annotations
 

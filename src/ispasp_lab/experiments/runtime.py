@@ -35,7 +35,7 @@ _CHUNK = 32  # examples at a time: their patches, in float64, are the largest th
 
 @dataclass(frozen=True)
 class Settings:
-    """How much each method sees (the paper's values), and on how much of it the slow ones are timed.
+    """The data that each method sees (the paper's values), and the part of it that slow ones are timed on.
 
     >>> Settings(examples=64, reference_examples=128)
     Traceback (most recent call last):
@@ -244,7 +244,7 @@ def _vanilla(block: Block, settings: Settings, keeps: Sequence[float]) -> Iterat
 
 
 def evaluations(units: int, kept: int, candidates: int | None) -> int:
-    """How often GFS evaluates the loss until `kept` units are in.
+    """Number of times that GFS evaluates the loss until `kept` units are in.
 
     >>> evaluations(4, 2, None), evaluations(4, 2, 3), evaluations(4, 4, 2)
     (7, 6, 7)

@@ -1,4 +1,4 @@
-"""What `ispasp reproduce runtime` found: CSV, bars on a logarithmic scale, Markdown."""
+"""Report of `ispasp reproduce runtime`: CSV, bars on a logarithmic scale, Markdown."""
 
 from __future__ import annotations
 

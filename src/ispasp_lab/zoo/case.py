@@ -1,4 +1,4 @@
-"""What a case of the zoo is, and how a freshly built network is brought to life."""
+"""A case of the zoo, and the random values that bring a freshly built network to life."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ _LONGEST_REMARK = 180
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one network. `outcome` is "smaller", "nothing to remove" or "failed"."""
+    """The outcome for one network. `outcome` is "smaller", "nothing to remove" or "failed"."""
 
     name: str
     group: str
@@ -175,7 +175,7 @@ def measure(case: Case, keep: float = 0.5) -> Row:
 
 
 def _surveyed(model: nn.Module, batch: Any) -> tuple[Survey, str]:
-    """The survey, and a remark where only residual streams can go."""
+    """The survey, and a remark if only residual streams can be removed."""
     try:
         return survey(model, batch), ""
     except NothingToPruneError as error:
@@ -262,7 +262,7 @@ _TITLES = (
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many networks of each group became smaller and equal masking, and the worst error."""
+    """Count, for each group, the networks that became smaller and equal masking; and the worst error."""
     groups = _grouped(rows)
     lines = [_total(group, members) for group, members in groups.items()]
     if len(groups) > 1:
