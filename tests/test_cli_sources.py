@@ -367,7 +367,7 @@ def test_arrays_that_are_no_examples(tmp_path: Path) -> None:
     path = tmp_path / "d.npz"
     for array, said in (
         (np.zeros((0, 6), "float32"), "holds no example"),
-        (np.float32(3), "the first axis of x must count"),
+        (np.float32(3), "the first axis of x must be the examples"),
         (np.array(["a"]), "pass numbers"),
     ):
         np.savez(path, x=array)

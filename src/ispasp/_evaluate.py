@@ -18,10 +18,10 @@ from ispasp.graph.trace import Batch, evaluating, run_and_restore
 from ispasp.surgery.remove import Undo, set_data
 
 Evaluate = Callable[[nn.Module], Any]
-_EXAMPLES = 256  # of which predictions are compared
+_EXAMPLES = 256  # most examples whose predictions are compared
 _SAMPLE = 1 << 20  # values of a batch's output that are kept for the relative difference
 _MASKS = ("decoder_attention_mask", "attention_mask")
-_FEATURES = ("last_hidden_state", "pooler_output", "image_embeds", "text_embeds")  # of Hugging Face models
+_FEATURES = ("last_hidden_state", "pooler_output", "image_embeds", "text_embeds")  # outputs of Hugging Face models
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def check_runs(model: nn.Module, batch: Batch) -> None:
             run_and_restore(model, batch)
     except Exception as error:
         raise SurgeryError(
-            f"the pruned model fails on a whole batch ({type(error).__name__}: {error}): its forward takes another way "
-            "for more examples; the model is as it was; pass hold_out=False"
+            f"the pruned model fails on a whole batch ({type(error).__name__}: {error}): its forward takes another "
+            "path for larger batches; the model is as it was; pass hold_out=False"
         ) from error
 
 

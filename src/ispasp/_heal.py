@@ -40,10 +40,10 @@ from ispasp.train.healing import Healing, Networks, Stage
 
 Augment = Callable[[Batch], Batch]
 _EPOCHS, _LEAST_STEPS, _MOST_STEPS = 20, 300, 3000  # where the user sets no limit
-_SHARES = (3 / 4, 1 / 4)  # of the steps, in each cycle of the learning rate
+_SHARES = (3 / 4, 1 / 4)  # share of the steps in each cycle of the learning rate
 _CAREFUL = 3  # the learning rate of the second cycle is lower by this factor
-_TURN = 0.03  # how much of a weight matrix, by its largest singular value, one step of Adam may change
-_SHORT = 300  # a cycle of fewer steps has no time to make good for large ones
+_TURN = 0.03  # largest relative change of a weight matrix (by singular values) in one step of Adam
+_SHORT = 300  # with fewer steps there is no time to recover from large ones
 
 
 @dataclass(frozen=True)

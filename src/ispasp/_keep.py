@@ -151,7 +151,7 @@ def widths(
     """Resolve `keep`: one value for all, a mapping of globs (the first match counts), a recipe, or a plan."""
     check_keep(keep)
     if isinstance(keep, Budget):
-        raise InputError(f"{keep} takes calibration: pass it to ispasp.prune, and take the plan of its result")
+        raise InputError(f"{keep} needs calibration: pass it to ispasp.prune, and use the plan of its result")
     if isinstance(keep, Plan):
         _check_plan(keep, dimensions)
     for pattern in _rules(keep):

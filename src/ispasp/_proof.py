@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ispasp.engine.batches import first_of, signature, tensors_of
-from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller, named_tensors, same_way
+from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller, named_tensors, same_path
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site
 from ispasp.errors import SurgeryError
@@ -31,7 +31,7 @@ from ispasp.types.dimension import Kept, kept_mask
 from ispasp.types.plan import Plan
 
 _UNPROVED = "nothing that could be compared depends on it: outputs and consumers are constant, or not finite"
-_FEW = 2  # examples that tell whether a model runs
+_FEW = 2  # examples to check that a model runs
 Outputs = Mapping[int, tuple[Tensor, float]]  # of each site, with the norm it would have if nothing cancelled
 
 
@@ -66,7 +66,7 @@ class Run:
     graph: TracedGraph
     outputs: list[Tensor]
     at: Outputs
-    telling: frozenset[int]  # sites whose product varies
+    varies: frozenset[int]  # sites whose product varies
     reached: frozenset[int]  # sites that the outputs depend on
     values: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that were given other values
 
@@ -88,7 +88,7 @@ class Expected:
     @property
     def unproved(self) -> dict[str, str]:
         """Hidden dimensions with a site that no run could check."""
-        told = {n for run in self.runs for n in (run.telling & self.net.layers.keys()) | run.reached}
+        told = {n for run in self.runs for n in (run.varies & self.net.layers.keys()) | run.reached}
         rows = [site for site in self.net.sites if site.number not in told]
         return {name: _UNPROVED for site in rows for name in sorted(site.names & set(self.net.kept))}
 
@@ -102,7 +102,7 @@ def expect(net: MaskedNetwork) -> Expected:
     graphs, example = net.graphs, net.example
     runs, shapes = [_masked(net, example, graphs.of(example))], list[Batch]()
     for batch, graph in graphs.kinds:
-        if not same_way(graphs.first.trace, graph.trace):
+        if not same_path(graphs.first.trace, graph.trace):
             runs.append(_masked(net, batch, graph))
         elif signature(first_of(batch, _FEW)) != signature(example):
             shapes.append(batch)
@@ -110,7 +110,7 @@ def expect(net: MaskedNetwork) -> Expected:
     if found.limit > FLOAT32:
         found = replace(found, precise=_precise(net))
     if found.unproved:
-        # weight_norm's tensors stay: surgery rescales them by what they are
+        # not weight_norm's tensors: surgery rescales them by their values
         norms = {name for each in net.analysis.walks for v, g, _ in each.weight_norms for name in (v, g)}
         values = stirred_tensors(net.tensors, net.edits.tensors)
         values = {name: value for name, value in values.items() if name not in norms}
@@ -133,16 +133,16 @@ def compared(expected: Expected, model: nn.Module, plan: Plan) -> Evidence:
     for run in expected.runs:
         found, at = _watched(expected, model, run, plan)
         outcome = compare(found, run.outputs)
-        vouched = at.keys() & run.telling >= run.at.keys()  # then flipped comparisons are rounding
+        vouched = at.keys() & run.varies >= run.at.keys()  # then flipped comparisons are rounding
         error = outcome.error if vouched else max(outcome.error, outcome.flipped)
         outputs, total = outputs + outcome.entries, max(total, error)
         for number in run.at:
             errors[number] = max(errors.get(number, 0.0), at.get(number, error))
-        seen |= at.keys() & run.telling
+        seen |= at.keys() & run.varies
     for batch in expected.shapes:
         try:
             output_of(model, first_of(batch, _FEW))
-        except Exception:  # it may not take so few
+        except Exception:  # it may need more examples
             _runs(model, batch)
     certificates: dict[str, float | None] = {}
     for site in net.sites:
@@ -161,7 +161,7 @@ def _masked(net: MaskedNetwork, batch: Batch, graph: TracedGraph, values: Mappin
     edits = net.edits | Edits(tensors=values or {})
     runner = Runner(graph, batch, net.tensors, edits, slicing=False)
     at: dict[int, tuple[Tensor, float]] = {}
-    telling: set[int] = set()
+    varies: set[int] = set()
     constant = {n for n, cuts in edits.cuts.items() if not all(bool(cut.stays.any()) for cut in cuts)}  # reads nothing
     with seeded():
         for number, node, y in _stops(net, runner):
@@ -169,10 +169,10 @@ def _masked(net: MaskedNetwork, batch: Batch, graph: TracedGraph, values: Mappin
             at[number] = _kept_outputs(net, number, y), size
             product = without_bias(node, y, runner.arguments(number))
             if number in constant or bool((torch.isfinite(product) & (product != 0)).any()):
-                telling.add(number)
+                varies.add(number)
         outputs = tensors_of(runner.advance())
     reached = _reached(net, graph, batch, edits) | constant if compare(outputs, outputs).entries else frozenset[int]()
-    return Run(batch, graph, outputs, at, frozenset(telling), reached, values or {})
+    return Run(batch, graph, outputs, at, frozenset(varies), reached, values or {})
 
 
 def _stops(net: MaskedNetwork, runner: Runner) -> Iterator[tuple[int, fx.Node, Tensor]]:
@@ -310,7 +310,7 @@ def _precise_error(expected: Expected, model: nn.Module) -> float:
     errors = [compare(outputs, wanted).error]
     for number in at.keys() & wanted_at.keys():
         (y, _), (expected_y, size) = at[number], wanted_at[number]
-        if y.numel() == expected_y.numel() or _cuts_outputs(net, number):  # else the outputs tell
+        if y.numel() == expected_y.numel() or _cuts_outputs(net, number):  # else only the outputs are compared
             errors.append(_difference(_arranged(y, expected_y), expected_y, size))
     return max(errors)
 

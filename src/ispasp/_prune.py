@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ispasp._between import pruned_between
 from ispasp._evaluate import Evaluate, Judge, Scores, check_runs, recalibrate_, scored
+from ispasp._finetune_between import pruned_between
 from ispasp._heal import Heal, HealResult, healed
 from ispasp._keep import Keep, Widths, prunable, widths
 from ispasp._options import Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
@@ -35,7 +35,7 @@ from ispasp.select import Score, Selector
 from ispasp.surgery.fold import Folding, folding
 from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remember_, remove_, set_data
 from ispasp.surgery.trial import Trial
-from ispasp.surgery.verify import telling
+from ispasp.surgery.verify import zeros_replaced
 from ispasp.train.objective import LabelLoss
 from ispasp.types import Selection
 from ispasp.types.dimension import TensorLayout, names_in
@@ -271,7 +271,7 @@ def _must_stay(work: Work) -> dict[str, str]:
     if not wanted:
         return {}
     trial = Trial(work.model, work.example, work.survey.analysis, work.survey.structure)
-    with telling(work.model):
+    with zeros_replaced(work.model):
         trial.run_without(wanted)
     return trial.refused
 

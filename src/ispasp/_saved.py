@@ -67,7 +67,7 @@ def opened_save(folder: str | os.PathLike[str]) -> Iterator[Saved]:
     if not os.path.isdir(folder):  # noqa: PTH112  # False for names that are too long, too
         raise SaveError(f"{folder} is not a folder: pass the folder that ispasp.save wrote")
     if not is_regular(path):
-        raise SaveError(f"{folder} has no {WEIGHTS}: pass a folder that ispasp.save wrote to the end")
+        raise SaveError(f"{folder} has no {WEIGHTS}: pass a folder that ispasp.save finished writing")
     with opened(path) as file:
         header = file.metadata
         form, version, about = header.get("format"), header.get("version"), header.get("about", "")

@@ -213,7 +213,7 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
     found = [name for name in FILES if os.path.lexists(folder / name)]
     for name in found:
         if (folder / name).is_dir():
-            raise SaveError(f"{folder / name} is a folder, in the place of a file: choose another folder")
+            raise SaveError(f"{folder / name} is a folder, not a file: choose another folder")
     if not found or overwrite:
         return
     try:
@@ -298,9 +298,7 @@ def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: U
     for name, other in saved.ties.items():
         slot, source = persistent[name], persistent[other].tensor
         if isinstance(slot.tensor, nn.Parameter) != isinstance(source, nn.Parameter):
-            raise SaveError(
-                f"{name!r} and {other!r} are tied in {saved.path}; the model given has a parameter and a buffer"
-            )
+            raise SaveError(f"{name!r} and {other!r} are tied in {saved.path}; the model has a parameter and a buffer")
         _check_tensor(name, slot.tensor, tensors[other], saved.path)
         undo.callback(operator.setitem, slot.table, slot.key, slot.tensor)
         slot.table[slot.key] = source
@@ -310,7 +308,7 @@ def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: U
         _check_tensor(name, tensor, value, saved.path)
         if id(tensor) in filled:
             first = filled[id(tensor)]
-            raise SaveError(f"{name!r} and {first!r} are tied in the model given, not in {saved.path}: untie them")
+            raise SaveError(f"{name!r} and {first!r} are tied in the model, not in {saved.path}: untie them")
         filled[id(tensor)] = name
         set_data(tensor, torch.empty_like(tensor.data, dtype=value.dtype).copy_(value.detach()), None, undo)
     for name, dtype in saved.unsaved.items():  # the constructor makes these; repeat a cast, as by .half()
@@ -320,7 +318,7 @@ def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: U
 
 
 def _check_names(needed: set[str], found: set[str], path: Path) -> None:
-    wrong = (("lacks", sorted(needed - found)), ("has in excess", sorted(found - needed)))
+    wrong = (("lacks", sorted(needed - found)), ("has unexpected", sorted(found - needed)))
     texts = [f"{what} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" for what, names in wrong if names]
     if texts:
         raise SaveError(f"{path} {' and '.join(texts)}: {_AS_SAVED}")
@@ -328,7 +326,7 @@ def _check_names(needed: set[str], found: set[str], path: Path) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, value: Tensor, path: Path) -> None:
     if tensor.is_meta or is_lazy(tensor):
-        raise SaveError(f"{name!r} of the model given has no data: build the dense model on a real device")
+        raise SaveError(f"{name!r} of the model has no data: build the dense model on a real device")
     found, needed = tuple(value.shape), tuple(tensor.shape)
     if found != needed:
         raise SaveError(f"{name!r} has shape {found} in {path}, the pruned model needs {needed}: {_AS_SAVED}")
@@ -337,4 +335,4 @@ def _check_tensor(name: str, tensor: Tensor, value: Tensor, path: Path) -> None:
 
 def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, path: Path) -> None:
     if (tensor.is_floating_point(), tensor.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
-        raise SaveError(f"{name!r} is {dtype} in {path}, {tensor.dtype} in the model given: {_AS_SAVED}")
+        raise SaveError(f"{name!r} is {dtype} in {path}, {tensor.dtype} in the model: {_AS_SAVED}")

@@ -20,7 +20,7 @@ from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.fold import Folding, folding, to_fold
 from ispasp.surgery.remove import read_number
 from ispasp.surgery.trial import Trial
-from ispasp.surgery.verify import telling
+from ispasp.surgery.verify import zeros_replaced
 from ispasp.types.dimension import (
     Attribute,
     Cost,
@@ -208,7 +208,7 @@ def _survey(
     structure = _structure(model, analysis, chosen)
     if check:
         trial = Trial(model, batch, analysis, structure)
-        with telling(model):
+        with zeros_replaced(model):
             trial.run()
         reasons |= trial.refused
         chosen = [found for found in chosen if found.name not in trial.refused]

@@ -21,7 +21,7 @@ from ispasp._evaluate import divergence
 from ispasp._keep import rounded
 from ispasp._steps import Work, measure_all, stops, total_statistics, walk
 from ispasp.budget import Budget, Curve, Params, allocate
-from ispasp.budget.curve import curve_and_order, sampled_energy
+from ispasp.budget.curve import error_curve, sampled_energy
 from ispasp.compensate.refit import gather, refit
 from ispasp.engine.batches import count_examples, first_of, tensors_of
 from ispasp.engine.runner import Edits, Runner
@@ -72,7 +72,7 @@ def error_curves(work: Work, batch: Batch) -> Curves:
     found = measure_all(work, [batch])
     curves, orders = dict[str, Curve](), dict[str, Tensor]()
     for name, part in found.items():
-        curves[name], order = curve_and_order(
+        curves[name], order = error_curve(
             work.selector,
             total_statistics(work.team, part),
             energy=energies[name],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LONGEST = 4000  # characters of an error
+_LONGEST = 4000  # most characters of an error
 
 
 def visible(text: str) -> str:

@@ -220,7 +220,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 def test_a_budget_needs_more_than_a_survey() -> None:
     with pytest.raises(
-        ispasp.errors.InputError, match=r"Macs\(amount=0.5\) takes calibration: pass it to ispasp.prune"
+        ispasp.errors.InputError, match=r"Macs\(amount=0.5\) needs calibration: pass it to ispasp.prune"
     ):
         ispasp.survey(net(), X[:2]).plan(ispasp.Macs(0.5))
 

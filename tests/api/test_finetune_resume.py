@@ -349,7 +349,7 @@ def test_the_file_holds_tensors_and_json_only(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         trained(LOADERS["list"](), tmp_path, 3)
-    with pytest.raises(InputError, match=says + ".*delete the file to start anew"):
+    with pytest.raises(InputError, match=says + ".*delete the file to start over"):
         trained(LOADERS["list"](), tmp_path, **change)
 
 
@@ -375,7 +375,7 @@ def test_a_checkpoint_of_another_model_or_loader_is_refused(tmp_path: Path) -> N
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"something else")
-    with pytest.raises(SaveError, match="is damaged.*delete it to start anew"):
+    with pytest.raises(SaveError, match="is damaged.*delete it to start over"):
         trained(LOADERS["list"](), tmp_path)
     save_file({"a": torch.ones(1)}, tmp_path / FILE)
     with pytest.raises(SaveError, match="not a checkpoint of this version"):
@@ -385,7 +385,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         metadata = {"format": "ispasp-finetune", "version": checkpoint.VERSION, "about": about}
         metadata["sha256"] = digest(losses, about)
         save_file(losses, tmp_path / FILE, metadata)
-        with pytest.raises(SaveError, match="is damaged: .*delete it to start anew"):
+        with pytest.raises(SaveError, match="is damaged: .*delete it to start over"):
             trained(LOADERS["list"](), tmp_path)
 
 

@@ -247,7 +247,7 @@ def test_checkpoints_of_other_runs_are_refused(dense: nn.Module, pruned: nn.Modu
     before = state(pruned)
     for change in ({"steps": 30}, {"lr": 1e-2}, {"blocks": True}, {"seed": 1}, {"mixed_precision": "bf16"}):
         name = next(iter(change))
-        with pytest.raises(InputError, match=f"a run with {name}=.*delete the file to start anew"):
+        with pytest.raises(InputError, match=f"a run with {name}=.*delete the file to start over"):
             run(pruned, dense, tmp_path, **change)
     pruned[1].branch[1].running_mean += 1  # type: ignore[index, union-attr, operator]
     with pytest.raises(InputError, match="of another model.*or another folder"):
@@ -256,7 +256,7 @@ def test_checkpoints_of_other_runs_are_refused(dense: nn.Module, pruned: nn.Modu
     with pytest.raises(InputError, match="'1.branch.0.bias' is \\(16,\\) float32 in the model and \\(8,\\)"):
         run(network(16), dense, tmp_path)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-9])
-    with pytest.raises(SaveError, match="delete it to start anew"):
+    with pytest.raises(SaveError, match="delete it to start over"):
         run(pruned, dense, tmp_path)
     pruned.load_state_dict(before)
 

@@ -226,7 +226,7 @@ class Sign(nn.Module):
 
 def test_a_batch_that_decides_otherwise_is_told() -> None:
     text = told([X.abs(), -X.abs()], alive(Sign()), hold_out=False)
-    assert "InputError: a batch takes another way through the model than the first one" in text
+    assert "InputError: a batch takes another path through the model than the first one" in text
 
 
 def test_batches_of_other_shapes_may_decide_otherwise() -> None:

@@ -223,7 +223,7 @@ def test_model_that_ties_what_the_file_does_not_is_refused(tmp_path: Path) -> No
     save(ispasp.apply_(untied, plan), tmp_path, plan=plan)
     dense = TiedLM()
     before = snapshot(dense)
-    with pytest.raises(SaveError, match="tied in the model given"):
+    with pytest.raises(SaveError, match="tied in the model"):
         load(tmp_path, dense)
     assert same(snapshot(dense), before)
 
@@ -386,7 +386,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no metadata": (lambda f: save_file({"a": torch.ones(1)}, f / "model.safetensors"), "not written by ispasp"),
     "later version": (rewrite(lambda _, m: m.update(version="3")), "update ispasp"),
     "tensor missing": (rewrite(lambda t, _: t.__delitem__("fc2.bias")), "lacks fc2.bias"),
-    "tensor in excess": (rewrite(lambda t, _: t.update(extra=torch.ones(1))), "has in excess extra"),
+    "tensor in excess": (rewrite(lambda t, _: t.update(extra=torch.ones(1))), "has unexpected extra"),
     "wrong shape": (rewrite(lambda t, _: t.update({"fc2.bias": torch.ones(5)})), r"'fc2.bias' has shape \(5,\)"),
     "wrong type": (rewrite(lambda t, _: t.update({"fc2.bias": torch.ones(4, dtype=torch.int64)})), "is torch.int64"),
 }

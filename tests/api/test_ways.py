@@ -100,7 +100,7 @@ def test_a_kind_that_comes_late_is_refused_if_it_goes_another_way() -> None:
             self.times += 1
             return iter([torch.randn(4, 3 if self.times < 3 else 7, 8)])
 
-    with pytest.raises(ispasp.errors.InputError, match="takes another way"):
+    with pytest.raises(ispasp.errors.InputError, match="takes another path"):
         ispasp.prune(Ways(lambda x: x.shape[1] < 5), Later(), 0.5, order="oneshot", compensate=None, progress=False)
 
 

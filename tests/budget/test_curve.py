@@ -26,7 +26,7 @@ NEEDS = ("moment", "magnitude", "gram")
 def test_errors_are_those_of_masking_the_removed_units(problem: Problem, selector: Selector, points: int) -> None:
     H = problem.data(5)
     statistics = problem.statistics(H, NEEDS)
-    curve = error_curve(selector, statistics, points)
+    curve, _ = error_curve(selector, statistics, points)
     assert curve.kept[0] == 1 and curve.units == problem.units
     dense = _energy(problem, H, range(problem.units))
     lowest = np.inf
@@ -51,7 +51,7 @@ def _energy(problem: Problem, H: torch.Tensor, units: range | list[int]) -> floa
 @pytest.mark.parametrize("units", [1, 2, 11, 12, 13, 64, 4096])
 def test_about_twelve_widths_from_one_unit_to_all(units: int) -> None:
     statistics = Statistics(units, (measure(LinearConsumer(torch.ones(1, units)), torch.ones(1, units), ["moment"]),))
-    curve = error_curve(Random(), statistics, energy=torch.eye(units))
+    curve, _ = error_curve(Random(), statistics, energy=torch.eye(units))
     assert (curve.kept[0], curve.units) == (1, units)
     assert min(units, 11) <= len(curve.kept) <= 13
     expected = [1 - k / units for k in curve.kept]  # energies of 1 each
@@ -69,7 +69,7 @@ def test_a_worse_choice_of_more_units_does_not_raise_the_curve() -> None:
 
     H = torch.tensor([[1.0, 1.0, 1.0, 5.0]])
     statistics = Statistics(4, (measure(LinearConsumer(torch.eye(4)), H, ["gram"]),))
-    assert error_curve(Stubborn(), statistics).error == pytest.approx((3 / 28, 3 / 28, 1 / 28, 0.0))
+    assert error_curve(Stubborn(), statistics)[0].error == pytest.approx((3 / 28, 3 / 28, 1 / 28, 0.0))
 
 
 def test_gram_matrices_stay_for_selectors_that_need_them() -> None:
@@ -84,12 +84,12 @@ def test_gram_matrices_stay_for_selectors_that_need_them() -> None:
 
     H = torch.tensor([[1.0, 2.0, 2.0]])
     statistics = Statistics(3, (measure(LinearConsumer(torch.eye(3)), H, ["gram"]),))
-    assert error_curve(Greedy(), statistics).error == pytest.approx((5 / 9, 1 / 9, 0.0))
+    assert error_curve(Greedy(), statistics)[0].error == pytest.approx((5 / 9, 1 / 9, 0.0))
 
 
 def test_a_dimension_without_output_loses_nothing() -> None:
     statistics = Statistics(3, (measure(LinearConsumer(torch.zeros(2, 3)), torch.ones(4, 3), ["moment", "gram"]),))
-    assert error_curve(ISpaSP(), statistics).error == (0.0, 0.0, 0.0)
+    assert error_curve(ISpaSP(), statistics)[0].error == (0.0, 0.0, 0.0)
 
 
 def test_between_points_the_error_is_linear() -> None:
@@ -134,7 +134,7 @@ def test_compensated_errors_are_those_of_units_rescaled_by_least_squares() -> No
     g = torch.Generator().manual_seed(5)
     W, H = (torch.randn(n, 6, generator=g, dtype=torch.float64) for n in (3, 40))
     statistics = Statistics(6, (measure(LinearConsumer(W), H, ["magnitude", "gram"]),))
-    curve = error_curve(TopK(), statistics, compensated=True)
+    curve, _ = error_curve(TopK(), statistics, compensated=True)
     parts = (H[:, None, :] * W).reshape(-1, 6)  # what each unit adds to the outputs
     for width, error in zip(curve.kept, curve.error, strict=True):
         kept = parts[:, list(TopK().select(statistics, width).kept)]

@@ -48,7 +48,7 @@ def refused_run(folder: Path, match: str, kind: type[IspaspError] = SaveError) -
 @pytest.mark.parametrize("step", [-1, 1.5, "x", None, True, 10**12, 3, [2], float("nan"), 10**30])
 def test_checkpoint_of_a_step_that_is_none(step: Any, run: Path) -> None:
     forge_checkpoint(run / FILE, lambda _, about: about.update(step=step))
-    refused_run(run, "delete it to start anew")
+    refused_run(run, "delete it to start over")
 
 
 def test_checkpoint_of_a_step_beyond_the_run(run: Path) -> None:
@@ -63,7 +63,7 @@ def test_flipped_bits_of_a_checkpoint_are_seen(run: Path) -> None:
         data = bytearray(whole)
         data[place] ^= 4
         (run / FILE).write_bytes(bytes(data))
-        refused_run(run, "checksums differ.*start anew")
+        refused_run(run, "checksums differ.*start over")
 
 
 def test_checkpoint_without_a_checksum_is_refused(run: Path) -> None:
@@ -87,7 +87,7 @@ def test_checkpoint_with_a_forged_optimizer_or_generator_leaves_the_model(run: P
 
 def test_checkpoint_that_is_a_pipe_or_huge(run: Path) -> None:
     sparse(run / FILE, 2**40, checkpoint_bytes())
-    refused_run(run, "delete it to start anew")
+    refused_run(run, "delete it to start over")
     (run / FILE).unlink()
     os.mkfifo(run / FILE)
     refused_run(run, "is not a file")

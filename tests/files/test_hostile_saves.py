@@ -146,7 +146,7 @@ def test_tensor_names_that_a_terminal_would_obey(folder: Path) -> None:
         tensors[f"fc2{ESCAPE}"] = tensors.pop("fc2.bias")
 
     forge_model(folder / WEIGHTS, rename)
-    refused_load(folder, r"has in excess fc2\\x1b\[2J")
+    refused_load(folder, r"has unexpected fc2\\x1b\[2J")
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,8 @@ def test_a_name_stands_for_an_op() -> None:
     [
         (lambda: register_op(bent, "elementwise"), "'elementwise', which cannot be called: pass a function"),
         (lambda: register_op(bent, elementwise, "linear"), "is a str: pass an ispasp.graph.Op"),
-        (lambda: register_op(torch.relu, elementwise), "is no op: pass one such as torch.ops.mylib.swish"),
-        (lambda: register_op("bent", elementwise), "'bent' is no op"),
+        (lambda: register_op(torch.relu, elementwise), "is not an op: pass one such as torch.ops.mylib.swish"),
+        (lambda: register_op("bent", elementwise), "'bent' is not an op"),
         (lambda: register_op(torch.ops.aten.relu.default, elementwise), "aten.relu.default has a rule already"),
         (lambda: unregister_op(torch.ops.aten.relu.default), "aten.relu.default was not added by register_op"),
         (lambda: unregister_op(bent), "ispasp_tests.bent.default was not added"),

@@ -111,7 +111,7 @@ def test_plans_by_globs_numbers_and_units() -> None:
     ("change", "message"),
     [
         (lambda text: text[:50], "not JSON"),
-        (lambda text: "[]", "no plan"),
+        (lambda text: "[]", "not a plan"),
         (lambda text: text.replace('"version": 1', '"version": 7'), "version 7"),
         (lambda text: text.replace('"kept": [0, 1, 2, 3]', '"kept": [3, 1]'), "ascending"),
         (lambda text: text.replace('"kept": [0, 1, 2, 3]', '"kept": [0, 99]'), r"0\.\.7"),

@@ -306,7 +306,7 @@ def _polish(problem: Problem, place: Place) -> Place:
     if problem.slack(place) <= near:
         return place
     closer = _close_in(problem, place, near)
-    return closer if problem.slack(closer) <= near else place  # no error is paid for a count that misses as well
+    return closer if problem.slack(closer) <= near else place  # no extra error for a count that misses as well
 
 
 def _close_in(problem: Problem, place: Place, near: float) -> Place:

@@ -65,39 +65,28 @@ def error_curve(
     *,
     energy: Tensor | None = None,
     compensated: bool = False,
-) -> Curve:
-    """Select units at about `points` widths, and compute the error of each choice.
+    least: int = 1,
+) -> tuple[Curve, tuple[int, ...]]:
+    """Select units at about `points` widths, in one call of the selector, and compute the error of each choice.
+
+    Returns the curve, and an order of all units: its first n are about what the selector keeps at width n.
 
     The error of a choice comes from the energy matrix E (units, units): ||V||^2 = 1_R^T E 1_R, R the removed units.
     Without `energy`, E is computed from the Gram matrices of the statistics. With `compensated`, each kept unit is
-    rescaled as least squares would: the shape of the error that a refit leaves, from E alone.
+    rescaled as least squares would: the shape of the error that a refit leaves, from E alone. With `least=0` the curve
+    begins at no units, where everything is lost.
 
     >>> from ispasp.engine import measure
     >>> from ispasp.select import TopK
     >>> from ispasp.types import LinearConsumer
     >>> r = measure(LinearConsumer(torch.eye(3)), torch.tensor([[1.0, 2.0, 2.0]]), ["magnitude", "gram"])
     >>> error_curve(TopK(), Statistics(3, (r,)))
-    Curve(kept=(1, 2, 3), error=(0.555..., 0.111..., 0.0))
-    """
-    return curve_and_order(selector, statistics, points, energy=energy, compensated=compensated)[0]
-
-
-def curve_and_order(
-    selector: Selector,
-    statistics: Statistics,
-    points: int = 12,
-    *,
-    energy: Tensor | None = None,
-    compensated: bool = False,
-    least: int = 1,
-) -> tuple[Curve, tuple[int, ...]]:
-    """The same curve, and an order of all units: its first n are about what the selector keeps at width n.
-
-    One call of the selector serves all widths. With `least=0` the curve begins at no units, where everything is lost.
+    (Curve(kept=(1, 2, 3), error=(0.555..., 0.111..., 0.0)), (1, 2, 0))
     """
     E, units = _checked_energy(statistics, points, energy), statistics.units
     if "gram" not in selector.needs:  # every selection would compute E again from the Gram matrices, as evidence
-        statistics = replace(statistics, readings=tuple(map(_without_gram, statistics.readings)))
+        rows = [(row.consumer, [s for s in row.statistics.values() if s.name != "gram"]) for row in statistics.readings]
+        statistics = replace(statistics, readings=tuple(Reading(consumer, *rest) for consumer, rest in rows))
     kept, dense = _grid(units, int(points)), float(E.sum())  # dense: ||U||^2
     alive = dense > 0.0 and len(kept) > 1  # an output that is zero everywhere cannot lose anything
     chosen = selector.path(statistics, kept[:-1]) if alive else []
@@ -123,10 +112,6 @@ def _checked_energy(statistics: Statistics, points: int, energy: Tensor | None) 
         )
     check_finite("the energy matrix", E, "check the calibration data and the layers before, or run them in float32")
     return E
-
-
-def _without_gram(reading: Reading) -> Reading:
-    return Reading(reading.consumer, *(each for name, each in reading.statistics.items() if name != "gram"))
 
 
 def _grid(units: int, points: int) -> tuple[int, ...]:

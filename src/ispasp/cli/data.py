@@ -151,7 +151,9 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     chosen = {name: _tensor(_array(path, arrays, name), loaded, prepare) for name in names}
     first = chosen[names[0]]
     if any(not arrays[name].ndim or len(arrays[name]) != len(first) for name in names):
-        raise InputError(f"{path}: the first axis of {', '.join(names)} must count the examples: save them like that")
+        raise InputError(
+            f"{path}: the first axis of {', '.join(names)} must be the examples: save all arrays like that"
+        )
     if not len(first):
         raise InputError(f"{path}: {names[0]!r} holds no example: pass an array with at least one")
     if labels is not None and len(labels) != len(first):
@@ -212,7 +214,7 @@ def _are_images(array: Any, loaded: Loaded) -> bool:
 
 def _tensor(array: Any, loaded: Loaded, prepare: Preprocessing) -> Tensor:
     if array.dtype.kind not in "fiub":
-        raise InputError(f"an array of {array.dtype} is no input: pass numbers")
+        raise InputError(f"an array of {array.dtype} is not an input: pass numbers")
     images = _are_images(array, loaded)
     if images:
         array = array[:, None] if array.ndim == 3 else array  # grey images

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ispasp.errors import InputError, SaveError, failing_as
 from ispasp.files.reading import is_regular, opened
 
-_COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it, and no output depends on it
+_COUNTER = "num_batches_tracked"  # BatchNorm's counter; old files lack it, and no output depends on it
 _WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys of a state dict in a training checkpoint
-_DEPTH = 8  # of wrappers
+_DEPTH = 8  # most nested wrappers
 _WIDER, _BESIDE = 32, 2**28  # bytes per byte of the model, and more: checkpoints hold optimizers, too
 
 
@@ -38,12 +38,12 @@ def _check_tensor(name: str, given: Tensor, expected: Tensor, path: Path) -> Non
     if expected.shape != given.shape:
         raise InputError(
             f"{name!r} has shape {tuple(given.shape)} in {path}, {tuple(expected.shape)} in the model: pass weights of "
-            "this very model (its number of classes, too)"
+            "the same model, with the same number of classes"
         )
     kinds = {(tensor.is_complex(), tensor.is_floating_point()) for tensor in (given, expected)}
     if len(kinds) > 1 and not name.endswith(_COUNTER):
         raise InputError(
-            f"{name!r} is {given.dtype} in {path}, {expected.dtype} in the model: pass weights of this very model, "
+            f"{name!r} is {given.dtype} in {path}, {expected.dtype} in the model: pass weights of the same model, "
             "not quantized"
         )
 
@@ -62,7 +62,7 @@ def _check_names(given: Mapping[str, Tensor], model: nn.Module, path: Path) -> N
         if found
     ]
     if said:
-        raise InputError(f"{path} {', and '.join(said)}: pass weights of this very {type(model).__name__}")
+        raise InputError(f"{path} {', and '.join(said)}: pass weights of the same {type(model).__name__}")
 
 
 def _read(path: Path, limit: int) -> Any:
@@ -99,7 +99,7 @@ def _check_archive(path: Path, limit: int) -> None:
         with zipfile.ZipFile(path) as archive:
             size = max(size, sum(part.file_size for part in archive.infolist()))
     if size > limit:
-        raise InputError(f"{path} takes {size:,} bytes, far more than the model: pass weights of this very model")
+        raise InputError(f"{path} takes {size:,} bytes, far more than the model: pass weights of the same model")
 
 
 def _unwrapped(found: Any, path: Path) -> Mapping[str, Tensor]:

@@ -22,11 +22,11 @@ from ispasp.types import Consumer
 from ispasp.types.consumer import patches
 from ispasp.types.dimension import Kept
 
-_ENTRIES = 2**25  # of the patches that are laid out at once
-_ENOUGH = 10  # rows for every column
-_FAR = 1.25**2  # times the squared error on its own examples: fewer than about six rows for every column
+_ENTRIES = 2**25  # values that are unfolded at once
+_ENOUGH = 10  # rows per column that make a steady fit
+_FAR = 1.25**2  # held-out by in-sample squared error: more means below about six rows per column
 _SMALL = 0.01  # squared: a layer that is 10 % off on new examples does not need advice
-_ROUNDING = 1e-12  # of a difference of sums
+_ROUNDING = 1e-12  # relative, of a difference of sums
 _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot correct a skip connection
 
 
@@ -202,7 +202,7 @@ def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge
         error = tried.after if fit.used else tried.before
         unseen = error, sum(_size(half, b0) for half in tried.examined)
     rows, columns = int(s.n), W0.shape[-1]
-    # ten rows for every column, where there is less than one: rows of one image or text resemble each other
+    # ten rows per column, if there is less than one: rows of one image or text resemble each other
     wanted = math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
     note = {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
     return Refit(

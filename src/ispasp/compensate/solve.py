@@ -11,9 +11,9 @@ from torch import Tensor
 
 RIDGE = 1e-4
 _RIDGES = (RIDGE, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-_MANY = 4  # rows for every column: then one half tells enough
-_OUTPUTS = 128  # of a layer, at most, that a ridge is chosen by
-_ROUNDING = 1e-13  # of a variance, relative to the mean square: that of a constant in float32
+_MANY = 4  # rows per column from which one half is enough to judge a fit
+_OUTPUTS = 128  # most outputs of a layer that a ridge is chosen by
+_ROUNDING = 1e-13  # variance of a constant in float32, relative to its mean square
 _COLUMNS = 8192  # columns in one product: short sums stay accurate in float32, the total is in float64
 _TINY = 1e-20  # a mean square; deviations from such a mean have squares that float32 can hardly hold
 
@@ -142,7 +142,7 @@ def _fits(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool) -> _Path:
         G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
     rest = C - W0 @ G  # (g, O, K)
     size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
-    varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs tell of the shift only
+    varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs determine the shift only
 
     def at(ridge: float) -> tuple[Tensor, Tensor]:
         ridged = G.clone()

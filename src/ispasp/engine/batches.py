@@ -24,17 +24,17 @@ from ispasp.graph.trace import Batch, evaluating, run_and_restore
 InputOf = Callable[[Any], Batch]
 NO_BATCHES = "no calibration batches: pass at least one; an exhausted iterator counts as none"
 FORMS = "a Tensor, a tuple, list or dict of tensors, or (inputs, labels)"
-NAMES = ("labels", "label")  # of labels in a dict
+NAMES = ("labels", "label")  # keys of labels in a dict
 _PARAMETERS = (*NAMES, "targets", "target", "y")  # arguments of a forward that are labels
-_TRIALS = (2, 3)  # examples: a shape that fits by chance fits at most one of these
+_TRIALS = (2, 3)  # numbers of examples to try: a shape fits by chance for one of them at most
 _LOG = logging.getLogger("ispasp")
 Limit = int | Literal["auto"] | None
-Pair = tuple[Batch, Any]  # what the model gets, and the batch it was taken from
+Pair = tuple[Batch, Any]  # the inputs of the model, and the batch as given
 ENOUGH = 32  # with fewer examples none is held out
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _DECODED = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
 _EXAMPLES, _TOKENS, _VALUES = 1024, 65_536, 256 * 3 * 224 * 224
-_SHARE, _MOST = 1 / 8, 1 / 4  # of the examples are held out
+_SHARE, _MOST = 1 / 8, 1 / 4  # share of the examples to hold out, and the most
 
 
 def batches_in(given: Any, model: nn.Module) -> Iterable[Any]:
@@ -276,7 +276,7 @@ def runs(model: nn.Module, batch: Batch, labels: Labels = _NONE) -> bool:
         with evaluating(model):
             for part in few or [batch]:
                 run_and_restore(model, labels.without(part))
-    except Exception:  # a model may raise anything; the error is shown where the model runs in earnest
+    except Exception:  # a model may raise anything; the real run will show it
         return False
     return True
 
@@ -386,4 +386,4 @@ def _divided(pair: Pair, last: int) -> tuple[Pair, Pair] | None:
 
 def _rows_of(pair: Pair, rows: slice) -> Pair:
     batch = part(pair[0], rows)
-    return batch, batch if pair[1] is pair[0] else part(pair[1], rows)  # they stay one
+    return batch, batch if pair[1] is pair[0] else part(pair[1], rows)  # one object stays one

@@ -142,7 +142,7 @@ class TracedGraphs:
             old, new = self._analysis.tracker, retracked(self._model, traced)
             found = matches(old, new)
             if not len(found) == len(old.contractions) == len(new.contractions):
-                raise InputError(_another_way(batch))
+                raise InputError(_another_path(batch))
             self._add(batch, TracedGraph(traced, found))
         return self._known[key]
 
@@ -154,19 +154,19 @@ class TracedGraphs:
     def _add(self, batch: Batch, graph: TracedGraph) -> None:
         met = [graph.order[node] for _, node in sorted(graph.contractions.items()) if node in graph.order]
         if met != sorted(met):  # all batches go through the layers in one order
-            raise InputError(_another_way(batch))
+            raise InputError(_another_path(batch))
         self._known[signature(batch)] = graph
         self.kinds.append((batch, graph))
 
 
-def _another_way(batch: Batch) -> str:
+def _another_path(batch: Batch) -> str:
     return (
-        f"a batch of shapes {signature(batch)[1:]} takes another way through the model than the first one: "
+        f"a batch of shapes {signature(batch)[1:]} takes another path through the model than the first one: "
         "calibrate with batches of one shape"
     )
 
 
-def same_way(a: Trace, b: Trace) -> bool:
+def same_path(a: Trace, b: Trace) -> bool:
     """Whether two traces have the same ops on the same tensors, up to numbers such as the sizes of a view."""
 
     def described(node: fx.Node, traced: Trace) -> Any:

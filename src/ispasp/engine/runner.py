@@ -174,7 +174,7 @@ class Runner:
             return live[node]
         value = self._run(node, self._ahead(node, dense=dense), edited=not dense, cut=cut)
         if live is self._dense and node is self.graph.nodes[self._at]:
-            live[node] = value  # it is next anyway
+            live[node] = value  # it is the next node to run
         return value
 
     def _live(self, *, dense: bool) -> Values:
@@ -216,7 +216,8 @@ class Runner:
 
     def _run(self, node: fx.Node, values: Values, *, edited: bool, cut: bool = True) -> Any:
         args, kwargs = self._fetch(node, values, edited=edited)
-        numbers = [n for n in self.graph.numbers.get(node, ()) if edited and self._touches(n)]
+        changed = (self.edits.cuts, self.edits.biases, self._probed) if edited else ()
+        numbers = [n for n in self.graph.numbers.get(node, ()) if any(n in each for each in changed)]
         if not numbers:
             value = execute(self.graph.trace.module, node, args, kwargs)
             return widened(value) if self._precise else value
@@ -229,9 +230,6 @@ class Runner:
             if number in self.edits.biases:
                 given["bias"] = self.edits.biases[number].to(given["weight"])  # also to float64
         return call(node, given)
-
-    def _touches(self, number: int) -> bool:
-        return number in self.edits.cuts or number in self.edits.biases or number in self._probed
 
     def _add_zero(self, number: int, given: Arguments) -> Arguments:
         x = self._probed[number].get(given)
@@ -313,8 +311,8 @@ def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> An
                 "model runs on every batch, and does the same on every call"
             ) from error
         raise InputError(
-            f"a batch takes another way through the model than the first one ({error}): its forward branches on the "
-            "values of tensors; calibrate with batches that go the same way"
+            f"a batch takes another path through the model than the first one ({error}): its forward branches on the "
+            "values of tensors; calibrate with batches that take the same path"
         ) from error
 
 

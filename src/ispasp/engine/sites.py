@@ -216,7 +216,7 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
      tensor([[[ 10., -14.], [-14.,  20.]]], dtype=torch.float64))
     """
     _check(consumer, H, needs)
-    H = H.detach() if H.is_floating_point() else H.double()  # a graph would keep all activations; |-128| is no int8
+    H = H.detach() if H.is_floating_point() else H.double()  # autograd would keep all activations; |-128| is no int8
     taken = [kind.measure(consumer, H) for name, kind in STATISTICS.items() if name in needs]
     for total in (total for statistic in taken for total in statistic.tensors().values()):
         bad = ~torch.isfinite(total)  # one NaN or Inf in the data shows in the sum

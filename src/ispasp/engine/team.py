@@ -30,7 +30,7 @@ BROADCAST = (
     "torch.distributed.broadcast(t.data, 0)` (after DistributedDataParallel the buffers of ranks differ as well)"
 )
 SAME_OPTIONS = "pass the same options on every rank"
-_LONGEST, _SHOWN = 2000, 200  # characters of an error message that travel, and of a value in an error
+_LONGEST, _SHOWN = 2000, 200  # most characters of an error sent to other ranks, and of a value in an error
 _CHUNK = 1 << 24  # elements that are copied from an accelerator at a time
 _DEEPEST = 8  # nested values that are compared
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ispasp.errors import InputError, SaveError, failing_as
 
 LIMIT = 64 * 2**20  # bytes of a text that is read whole
-_DIGITS = 19  # of a whole number: it fits into 64 bits
+_DIGITS = 19  # most digits of a whole number: it fits into 64 bits
 _HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -67,7 +67,7 @@ def read_json(path: Path, limit: int = LIMIT) -> Any:
 
 def _check_regular(path: Path) -> None:
     if not is_regular(path):
-        raise SaveError(f"{path} is not a file: pass a folder that ispasp.save wrote to the end")
+        raise SaveError(f"{path} is not a file: pass a folder that ispasp.save finished writing")
 
 
 @final

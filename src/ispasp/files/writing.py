@@ -21,7 +21,7 @@ except ImportError:  # pragma: no cover  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX = ".ispasp-"
-_OLD = 24 * 3600.0  # seconds after which remains are removed without a lock
+_OLD = 24 * 3600.0  # seconds after which leftovers are removed without a lock
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
     found: dict[int, fx.Node] = {}
     for number, contraction in enumerate(main.contractions):
         key = _key(contraction)
-        if len(again.get(key, ())) == count[key]:  # else no use can be told from another
+        if len(again.get(key, ())) == count[key]:  # else uses cannot be told apart
             found[number] = again[key][seen[key]]
             seen[key] += 1
     return found

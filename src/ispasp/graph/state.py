@@ -164,7 +164,7 @@ def quiet(*packages: str) -> Iterator[None]:
 # Changes by a forward -----------------------------------------------------------------------------------------------
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _CONSTANTS = (str, bytes, int, float, complex, type, type(None))
-_DEEPEST = 6  # containers inside containers
+_DEEPEST = 6  # nesting of containers
 
 
 @contextmanager

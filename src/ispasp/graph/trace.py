@@ -294,7 +294,7 @@ def _observers(model: nn.Module, batch: Batch) -> list[Place]:
     with evaluating(model):
         try:
             silent = silent_hooks(model, lambda: run_and_restore(model, batch))
-        except Exception:  # the model does not run, as the trace will tell
+        except Exception:  # the model fails; the trace will say how
             return hooks
         try:
             with left_out(silent):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-_WIDE, _HIGH = 1040, 210  # of the widths chart
+_WIDE, _HIGH = 1040, 210  # size of the widths chart
 _LEFT, _BOTTOM, _TOP = 46, 22, 20
 _LETTER, _COUNT = 7, 30  # room for a letter of a name, and for a number of units
 _DUMBBELL = 140  # length in the table

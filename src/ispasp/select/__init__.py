@@ -26,7 +26,6 @@ from ispasp.select.base import register as register
 from ispasp.select.base import selector as selector
 from ispasp.select.base import sum_by_unit as sum_by_unit
 from ispasp.select.cosamp import CoSaMP as CoSaMP
-from ispasp.select.data import select_units as select_units
 from ispasp.select.evidence import Evidence as Evidence
 from ispasp.select.evidence import energy as energy
 from ispasp.select.fpgm import FPGM as FPGM
@@ -43,6 +42,7 @@ from ispasp.select.random import Random as Random
 from ispasp.select.sp import SubspacePursuit as SubspacePursuit
 from ispasp.select.taylor import Taylor as Taylor
 from ispasp.select.thinet import ThiNet as ThiNet
+from ispasp.select.units import select_units as select_units
 from ispasp.types import *  # noqa: F403
 
 

@@ -15,7 +15,7 @@ from ispasp.types import Consumer, Gram, Moment, Reading, Selection, Statistic, 
 from ispasp.types.dimension import check_sum
 
 S = TypeVar("S", bound=Statistic)
-_BITS = 40  # of 53: the same numbers summed in another order differ in the last bits, and must compare equal
+_BITS = 40  # bits to compare, of 53: the same numbers summed in another order differ in the last bits
 
 
 def comparable(x: Tensor, floor: float = 0.0) -> Tensor:

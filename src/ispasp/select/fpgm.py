@@ -12,7 +12,7 @@ from ispasp.select.evidence import places
 from ispasp.types import Producer, Statistics
 
 _ROWS = 1024  # units per block of distances: all at once would be (units, units)
-_NEAR = 1e-12  # squared distances below this part of the squared norms are rounding: the filters are equal
+_NEAR = 1e-12  # squared distances below this fraction of the squared norms are rounding
 
 
 @register

@@ -12,7 +12,7 @@ from ispasp.select.base import Found, Search, register
 from ispasp.select.evidence import Evidence, comparable, descending
 
 _RIDGE = 1e-10  # relative to each diagonal entry: units that depend on others may enter without failing
-_END = 1e-8  # lambda below this part of the first is zero: the ridge would decide who enters
+_END = 1e-8  # end at this fraction of the first lambda: below it the ridge decides who enters
 _STEPS = 20  # per unit: far more than a path has, unless rounding lets a unit come and go for ever
 
 

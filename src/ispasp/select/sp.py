@@ -12,7 +12,7 @@ from ispasp.select.base import Found, Search, option, register, whole
 from ispasp.select.evidence import Evidence, descending
 from ispasp.select.obs import Fit, Regression, positive_definite, regressions, ridge_option, total_scores
 
-_FALLS = 1 - 1e-6  # a step must lower the error to this part of it, else rounding decides
+_FALLS = 1 - 1e-6  # a step must lower the error to this fraction, else rounding decides
 
 
 @register

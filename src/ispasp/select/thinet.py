@@ -11,7 +11,7 @@ from ispasp.select.base import Found, Search, is_flag, option, prefixes, registe
 from ispasp.select.evidence import Evidence, smallest
 from ispasp.types import Statistics
 
-_RIDGE = 1e-6  # of the mean of the diagonal
+_RIDGE = 1e-6  # relative to the mean of the diagonal
 
 
 @register

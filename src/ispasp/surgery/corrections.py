@@ -23,7 +23,7 @@ from ispasp.surgery.remove import numbers, put_back, write_number
 from ispasp.surgery.verify import Failure, Frame, output_of, watching
 from ispasp.types.dimension import Attribute, Extent, Kept, Structure, full_length, kept_length, names_in
 
-_TRIES = (200, 50, 15)  # in the module that fails, in the one around it, further out: these take ever longer
+_TRIES = (200, 50, 15)  # most trials in the failing module, in the one around it, further out (slower)
 _MOST_FRAMES = 6
 _MOST_PASSES = 60
 _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends on names, never their verdict

@@ -270,7 +270,7 @@ def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
                 continue
             g, v = (tuple(tensor.shape) for tensor in pair)  # type: ignore[union-attr]
             if g and (len(g) != len(v) or any(a not in (1, b) for a, b in zip(g, v, strict=True))):
-                raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: build the plan anew")
+                raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: make a new plan")
 
 
 # Attributes ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import first_of, tensors_of
-from ispasp.engine.graphs import TracedGraph, TracedGraphs, same_way
+from ispasp.engine.graphs import TracedGraph, TracedGraphs, same_path
 from ispasp.engine.sites import sites
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.analyse import Analysis, cost_model
@@ -121,13 +121,13 @@ class Trial:
     analysis: Analysis
     structure: Structure
     refused: dict[str, str] = field(default_factory=dict)
-    _example: Batch = field(init=False)  # what the model is run on
+    _example: Batch = field(init=False)  # the batch to run the model on
     _graph: TracedGraph = field(init=False)
-    _limit: float = field(init=False)  # of relative errors
+    _limit: float = field(init=False)  # largest relative error allowed
     _shapes: Shapes = field(default_factory=dict)  # what the dense modules return
     _searched: set[Key] = field(default_factory=set)  # corrections found by trial, not by the graph
     _by_analogy: set[Key] = field(default_factory=set)  # corrections taken over from another module
-    _dropped: set[Key] = field(default_factory=set)  # of those, the ones that did harm
+    _dropped: set[Key] = field(default_factory=set)  # those of them that did harm
 
     def __post_init__(self) -> None:
         self._example, self._graph = traced_example(self.model, self.batch, self.analysis)
@@ -310,7 +310,7 @@ class Trial:
     def _try_training(self, kept: Kept) -> None:
         """Refuse the dimensions whose removal breaks training mode, if that takes another path than eval mode."""
         training = self.analysis.training
-        if not self.analysis.by_mode or (training and same_way(training.trace, self.analysis.trace)):
+        if not self.analysis.by_mode or (training and same_path(training.trace, self.analysis.trace)):
             return
         if _trains(self.model, self.batch):
             guilty = _bisect(kept, self._fails_in_training)

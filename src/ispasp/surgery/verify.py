@@ -223,7 +223,7 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor], plan: Plan | None
 
 
 @contextmanager
-def telling(model: nn.Module) -> Iterator[None]:
+def zeros_replaced(model: nn.Module) -> Iterator[None]:
     """Put other values into all-zero tensors for a block, so that trials see what lies behind them."""
     with all_or_nothing() as undo:
         set_values(model, stirred_tensors(named_tensors(model), {}), None, undo)

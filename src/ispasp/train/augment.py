@@ -30,7 +30,9 @@ class Examples:
         self.count, self._size = sum(sizes), min(size, max(sizes))
         rows = all(is_rows(batch, size) for batch, size in zip(batches, sizes, strict=True))
         mixed = rows and len({signature(part(batch, slice(0, 1))) for batch in batches}) == 1
-        self._pool: Batch = _joined(batches) if mixed else None
+        self._pool: Batch = None
+        if mixed:
+            self._pool = pytree.tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) else x[0], *batches)
         self.steps_per_epoch = self.count // self._size if mixed else len(batches)
         self._order: tuple[int, Tensor] = -1, torch.empty(0)
 
@@ -62,10 +64,6 @@ class Examples:
             return self._batches[int(order[place])]
         rows = order[place * self._size : (place + 1) * self._size]
         return pytree.tree_map_only(Tensor, lambda leaf: leaf[rows.to(leaf.device)], self._pool)
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *batches)
 
 
 # Augmentation ---------------------------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from ispasp.files.reading import TensorFile, digest, opened, parsed
 from ispasp.files.writing import make_folder, publish, write_tensors
 
 VERSION = "2"
-_STATES = 16  # times the bytes of the model that a checkpoint may have: optimizers keep float32
+_STATES = 16  # most bytes of a checkpoint per byte of the model: optimizers keep float32
 _BESIDE = 2**27  # bytes of names, metadata and generators
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
-_MEMORY = {"SGD": {"momentum_buffer"}, "Adam": _ADAM, "AdamW": _ADAM}  # per parameter
+_MEMORY = {"SGD": {"momentum_buffer"}, "Adam": _ADAM, "AdamW": _ADAM}  # state of each parameter
 
 Found = TypeVar("Found")
 Parts = Mapping[str, Mapping[str, Tensor]]  # part, such as "model" -> name -> tensor
@@ -75,8 +75,8 @@ class Store:
         numbers = ranks.gather("the step of the checkpoint", found[0] if found else -1)
         if len(set(numbers)) > 1:
             raise InputError(
-                f"steps in the checkpoint of {self.folder} (-1: none): processes 0, 1, ... have {numbers}, which must "
-                "be one number"
+                f"processes 0, 1, ... read steps {numbers} from their checkpoints in {self.folder} (-1: none): give "
+                "all processes the same file"
             )
         return found[1] if found else None
 
@@ -90,18 +90,18 @@ class Store:
                 about, parts = self._parsed(file, limit)
             built = build(about, parts)
         except SaveError as error:
-            raise SaveError(f"{error}; delete it to start anew") from None
+            raise SaveError(f"{error}; delete it to start over") from None
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise SaveError(f"{self.path} is damaged: {error!r:.200}; delete it to start anew") from None
+            raise SaveError(f"{self.path} is damaged: {error!r:.200}; delete it to start over") from None
         for name in {**about["settings"], **self.settings}:
             there, here = about["settings"].get(name), self.settings.get(name)
             if there != here:
                 raise InputError(
                     f"{self.path} is of a run with {name}={there!r:.200}, this one has {name}={here!r}: pass another "
-                    "folder, or delete the file to start anew"
+                    "folder, or delete the file to start over"
                 )
         if about["step"] > steps:
-            raise SaveError(f"{self.path} is of step {about['step']}, the run has {steps}: delete it to start anew")
+            raise SaveError(f"{self.path} is of step {about['step']}, the run has {steps}: delete it to start over")
         return about["step"], built
 
     def _parsed(self, file: TensorFile, limit: int) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:

@@ -24,11 +24,11 @@ from ispasp.train.checkpoint import Parts, Store, check_fits, model_tensors, opt
 from ispasp.train.mimic import Distance, Pair, pair
 from ispasp.train.recipe import SCHEDULES
 
-Values = dict[str, Tensor]  # of parameters, by name
+Values = dict[str, Tensor]  # parameters by name
 _WARMUP, _FIRST = 0.2, 0.05  # fraction of a stage in which the learning rate rises, and its first value
-_CHECKS = 4  # looks at the held-out examples in a stage
-_JUDGES = 512  # held-out examples that decide
-_BETAS = (0.9, 0.99)  # of Adam; stages are short
+_CHECKS = 4  # evaluations on held-out examples in a stage
+_JUDGES = 512  # most held-out examples to evaluate on
+_BETAS = (0.9, 0.99)  # of Adam: a short memory for short stages
 _PRECISE = (torch.float32, torch.float64)
 
 

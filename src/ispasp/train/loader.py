@@ -79,7 +79,7 @@ class StepLoader:
                 torch.Generator(generator.device).set_state(state)  # a trial, so that all are set or none
         except (RuntimeError, TypeError, ValueError) as error:
             raise InputError(
-                f"the checkpoint holds no state of this loader's generators ({error}): delete it to start anew"
+                f"the checkpoint holds no state of this loader's generators ({error}): delete it to start over"
             ) from error
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

@@ -26,9 +26,9 @@ _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add_.Tensor)
 _LINEAR = (_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default)
 _LEAST = 1e-12  # variance of a feature that is constant
-Masks = Sequence[Tensor]  # of padding
+Masks = Sequence[Tensor]  # padding masks
 Measure = Callable[[Tensor, Tensor, Masks], Tensor]  # student, teacher, masks -> distance
-Key = tuple[str, str, int]  # module path, op, which of them: finds a node of one graph in another
+Key = tuple[str, str, int]  # module path, op, count: finds a node of one graph in another
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ispasp.errors import InputError
 
-# From the part of the run that is done, in [0, 1), to the factor on the learning rate.
+# Factor on the learning rate, by the fraction of the run that is done, in [0, 1).
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -26,8 +26,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 class Recipe(ABC):
     """An optimizer and a schedule: "cosine", "linear", "steps" or "constant".
 
-    "steps" divides the learning rate by ten after half and after three quarters of the run. `warmup` is the part of the
-    run in which it rises from near zero. Subclasses are frozen dataclasses: a checkpoint stores their repr.
+    "steps" divides the learning rate by ten after half and after three quarters of the run. `warmup` is the fraction
+    of the run in which it rises from near zero. Subclasses are frozen dataclasses: a checkpoint stores their repr.
     """
 
     lr: float

@@ -14,8 +14,8 @@ from ispasp.types.compose import compose
 from ispasp.types.dimension import Attribute, Extent, Structure, TensorLayout, WeightNorm, full_length
 
 FORMAT, VERSION = "ispasp-plan", 1
-_LARGEST = 2**63 - 1  # of sizes
-_FACTORS = 64  # of one product; a tensor has no more axes than that
+_LARGEST = 2**63 - 1  # largest size
+_FACTORS = 64  # most factors of one product; no tensor has more axes
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class Plan:
         try:
             data = parsed(text)
         except ValueError as error:
-            raise PlanError(f"this is no plan ({error}): pass the text of a plan.json") from None
+            raise PlanError(f"this is not a plan ({error}): pass the text of a plan.json") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f'this is no plan: it has no "format": "{FORMAT}"; pass the text of a plan.json')
+            raise PlanError(f'this is not a plan: it has no "format": "{FORMAT}"; pass the text of a plan.json')
         version = data.get("version")
         if type(version) is not int or version != VERSION:
             raise PlanError(f"plan version {repr(version)[:80]}; this ispasp reads version {VERSION}: update ispasp")

@@ -338,7 +338,7 @@ class Selection:
     steps: tuple[Step, ...] = ()
     converged: bool = True
     scores: tuple[float, ...] = ()
-    factors: tuple[float, ...] = ()  # what the method multiplies each kept unit by
+    factors: tuple[float, ...] = ()  # the method's factor on each kept unit
 
     @property
     def iterations(self) -> int:

@@ -91,6 +91,6 @@ def _overloads(target: Any) -> list[Any]:
     if isinstance(target, OpOverload) or (isinstance(target, str) and re.fullmatch(r"\w+\.\w+\.\w+", target)):
         return [target]
     raise InputError(
-        f"{target!r} is no op: pass one such as torch.ops.mylib.swish, what torch.library.custom_op returned, or a "
+        f"{target!r} is not an op: pass one such as torch.ops.mylib.swish, what torch.library.custom_op returned, or a "
         "name such as 'mylib.swish.default'"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ispasp.graph.state import copied
 from ispasp.graph.trace import evaluating
 from ispasp.result import Result
 from ispasp.surgery.remove import Undo, plans_of, record_
-from ispasp.types.dimension import Extent, Structure, TensorLayout, full_length
+from ispasp.types.dimension import Structure, TensorLayout, full_length
 from ispasp.types.plan import Plan
 
 Prune = Callable[[nn.Module, Iterable[Any], Options, Team], Result]
@@ -85,12 +85,11 @@ def _with_biases(dense: Structure, results: Iterable[Result]) -> Structure:
     for result in results:
         for path in result.plan.structure.biases:
             found = result.plan.structure.tensors[f"{path}.bias"]
-            axes = {axis: _dense(extent, dense.units) for axis, extent in found.axes.items()}
+            axes = {
+                axis: tuple(tuple((n, dense.units.get(n, size) if n else size) for n, size in part) for part in extent)
+                for axis, extent in found.axes.items()
+            }
             shape = tuple(full_length(axes[i]) if i in axes else size for i, size in enumerate(found.shape))
             tensors[f"{path}.bias"] = TensorLayout(shape, axes)
             biases.append(path)
     return replace(dense, tensors=tensors, biases=tuple(biases))
-
-
-def _dense(extent: Extent, units: Mapping[str, int]) -> Extent:
-    return tuple(tuple((name, units.get(name, size) if name else size) for name, size in part) for part in extent)
