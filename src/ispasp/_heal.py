@@ -53,7 +53,7 @@ class Heal:
     epochs, steps, time   limits, time in seconds; without any, 20 epochs but at least 300 and at most 3,000 steps
     lr        the highest learning rate of Adam; None takes it from the sizes of the weights
     augment   "flip", "crop" (image tensors), a tuple of them, or a function of a batch of inputs. The dense model sees
-              the same inputs, so any change will do that keeps them like the model's own
+              the same inputs, so any change works that keeps them realistic
     blocks    train one block after the other, each towards the dense features at its end, instead of all at once:
               gradients and activations take the memory of one block
     batch     examples in a step, at most as many as in the batches given

@@ -53,7 +53,7 @@ def materialised(model: nn.Module) -> Iterator[bool]:
 
 @dataclass(frozen=True, eq=False)
 class _Dispatch:
-    """The traces of accelerate on a model: hooks and guarded methods by module, devices or sources by tensor."""
+    """State that accelerate put on a model: hooks and guarded methods by module, devices or sources by tensor."""
 
     hooks: Mapping[str, Any]
     methods: Mapping[str, Mapping[str, Any]]

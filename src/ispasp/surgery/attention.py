@@ -169,7 +169,7 @@ class SlimMultiheadAttention(nn.Module):
 
 
 def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> SlimMultiheadAttention:
-    """Replace an attention whose parameters have been cut to `heads` heads.
+    """A replacement for an attention whose parameters have been cut to `heads` heads.
 
     It holds the same Parameter objects under the same names, the same `out_proj` with corrected in_features, the
     training flag and the hooks. Do not use `module` any more.

@@ -91,7 +91,7 @@ class Folding:
                 )
 
     def lost(self, path: str) -> int:
-        """Number of parameters that the plain layer has less."""
+        """Number of parameters that folding saves."""
         if path not in self._replaced:
             return 0
         old, new = self._replaced[path]
