@@ -9,11 +9,12 @@ from ispasp._compare import compare_methods
 from ispasp._finetune import finetune
 from ispasp._heal import Heal, HealResult, heal
 from ispasp._keep import recipes
+from ispasp._latency import LatencyResult
 from ispasp._onnx import export_onnx
 from ispasp._prune import prune, prune_
 from ispasp._store import load, save
 from ispasp._survey import Survey, survey
-from ispasp.budget import Macs, Params
+from ispasp.budget import Latency, Macs, Params
 from ispasp.errors import IspaspError
 from ispasp.result import Layer, Result
 from ispasp.select import methods
@@ -25,6 +26,8 @@ __all__ = [
     "Heal",
     "HealResult",
     "IspaspError",
+    "Latency",
+    "LatencyResult",
     "Layer",
     "Macs",
     "Params",

@@ -72,6 +72,7 @@ def pruned_between(
         Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None,
         judge.agreement(model, ranks),
         trial.whole,
+        latency=trial.latency,
     )
 
 

@@ -23,7 +23,7 @@ from ispasp._evaluate import Evaluate
 from ispasp._heal import Heal
 from ispasp._keep import Inside, Keep, Recipe, check_keep
 from ispasp._survey import KINDS, Kind, Scope, check_scope, kinds_of
-from ispasp.budget import Budget
+from ispasp.budget import Budget, Latency
 from ispasp.compensate.solve import RIDGE
 from ispasp.engine.batches import (
     NO_BATCHES,
@@ -105,7 +105,7 @@ class Options:
         if self.order == "global" and (self.round_to or isinstance(self.keep, Budget)):
             raise InputError(
                 "order='global' ranks units of all hidden dimensions together, so it cannot promise widths: leave out "
-                "round_to, Macs and Params, or choose another order"
+                "round_to and budgets, or choose another order"
             )
         selector(self.method)
 
@@ -326,11 +326,21 @@ class Inputs:
         labels = str(self._labels) if self._labels else None
         return {**counts, "all_examples": not team.total(int(self._more)), "labels": labels}
 
+    @property
+    def timed(self) -> Batch:
+        """What a `Latency` budget is measured on: the first examples of the first batch."""
+        wanted = getattr(self._options.keep, "batch", 1)
+        batch, size = first_of(self.first, wanted), count_examples(self.first)
+        if size < wanted:
+            raise InputError(f"Latency(batch={wanted}): the first batch has {size} examples; pass larger batches")
+        return batch
+
     def other_kinds(self, example: Batch) -> list[Batch]:
         """The first batch of every kind (shapes, dtypes, other values) but the example's, held-out ones included."""
         # The held-out rest of a divided batch has another size, which need not be traced.
         found = {signature(example): example}
-        for batch in chain(self.again(), () if self.divided is not None else self.held_out()):
+        timed = [self.timed] if isinstance(self._options.keep, Latency) else []
+        for batch in chain(timed, self.again(), () if self.divided is not None else self.held_out()):
             found.setdefault(signature(batch), batch)
         return list(found.values())[1:]
 

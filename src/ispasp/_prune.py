@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from ispasp._evaluate import Evaluate, Judge, Scores, check_runs, recalibrate_, 
 from ispasp._finetune_between import pruned_between
 from ispasp._heal import Heal, HealResult, healed
 from ispasp._keep import Keep, Widths, prunable, widths
+from ispasp._latency import Stopwatch
 from ispasp._options import Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
 from ispasp._proof import Expected, MaskedNetwork, compared, expect, look_closer
 from ispasp._steps import Decisions, Work, decide
 from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
 from ispasp._widths import budget_widths, error_curves, narrowest, output_curves, sample_of
-from ispasp.budget import Budget
+from ispasp.budget import Budget, Latency
 from ispasp.engine.batches import InputOf, Limit, signature
 from ispasp.engine.graphs import TracedGraphs, named_tensors
 from ispasp.engine.runner import Edits, Runner
@@ -201,7 +202,8 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
         judge = Judge(model, work.inputs.held_out(), work.inputs.first)
     before = scored(options.evaluate, model, ranks)
     teacher = copied(model) if options.heal else None
-    chosen = _widths(work)
+    clock = _stopwatch(work)
+    chosen = _widths(work, clock)
     work = work.keeping(chosen.counts)
     with ranks.together("the check of the optimizer"):
         folds.check(options.optimizer, work.survey.structure.folding(work.counts).folded)
@@ -217,7 +219,8 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
         gain = None if teacher is None else _heal(work, teacher, undo)
         agreement = judge.agreement(model, ranks)
         scores = Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None
-        result = result_of(work, chosen, done, plan, evidence, folds, scores, agreement, gain)
+        latency = clock.result(model, {**work.counts}) if clock else None
+        result = result_of(work, chosen, done, plan, evidence, folds, scores, agreement, gain, latency)
         folds.restore(but=plan.structure.folded)
         return result
 
@@ -253,6 +256,8 @@ def _surveyed_on(example: Any, model: nn.Module, inputs: Inputs, options: Option
 def _check_keep(work: Work) -> None:
     """Check, before calibration, that this model can be pruned to `keep`."""
     o, survey = work.options, work.survey
+    if isinstance(o.keep, Latency):
+        return  # takes measuring
     if isinstance(o.keep, Budget):
         least = {d.name: narrowest(work, d.name) for d in prunable(survey.dimensions, o.skip)}
         o.keep.check(survey.cost(), o.keep.count(survey.costs, least))
@@ -307,14 +312,27 @@ def _facts_of_survey(work: Work) -> dict[str, Any]:
 
 
 # Widths ---------------------------------------------------------------------------------------------------------
-def _widths(work: Work) -> Widths:
+def _stopwatch(work: Work) -> Stopwatch | None:
+    """What a latency is measured by, where the budget is one."""
+    keep = work.options.keep
+    if not isinstance(keep, Latency):
+        return None
+    names = (d.name for d in prunable(work.survey.dimensions, work.options.skip) if d.name not in work.unread)
+    return Stopwatch(work, keep, names)
+
+
+def _widths(work: Work, clock: Stopwatch | None) -> Widths:
     """Choose how many units stay: as `keep` says, or by spending a budget."""
     o, dimensions = work.options, work.survey.dimensions
     if isinstance(o.keep, Budget):
         whole = work.keeping({d.name: d.units for d in prunable(dimensions, o.skip)})
         batch = sample_of(work.inputs.first, work.inputs.examples)
         found = output_curves(whole, error_curves(whole, batch), batch)
-        return Widths(budget_widths(whole, found, o.keep, batch), {}, found.curves)
+        counts = budget_widths(whole, found, clock.budget if clock else o.keep, batch)
+        if clock and clock.correct(counts):
+            with suppress(InputError):  # out of reach: the result says by how much it misses the target
+                counts = budget_widths(whole, found, clock.budget, batch)
+        return Widths(counts, {}, found.curves)
     chosen = widths(dimensions, o.keep, o.skip, o.round_to)
     if not o.curves:
         return chosen

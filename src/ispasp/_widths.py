@@ -168,21 +168,25 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
     if budget.count(work.survey.costs, {}) <= limit:
         return {}
     gained = _new_biases(work) if isinstance(budget, Params) else []
+    step = work.options.round_to
+    liked = {n: c for n in found.curves if (c := budget.choices(n, work.units[n], step)) is not None}
 
     def count(widths: Mapping[str, int]) -> int:
         kept = {name: range(width) for name, width in widths.items()}
         return budget.count(work.survey.costs, widths) + sum(kept_length(extent, kept) for extent in gained)
 
     def spend(curves: Mapping[str, Curve], least: Mapping[str, int] | None = None) -> dict[str, int]:
-        counts = allocate(curves, count, limit, round_to=work.options.round_to, least=least)
+        counts = allocate(curves, count, limit, round_to=step, least=least, allowed=liked)
         shared = work.team.same({name: torch.tensor(n, device="cpu") for name, n in counts.items()})
         return {name: int(n) for name, n in shared.items()}
 
     streams = {d.name: d.units for d in work.survey.dimensions if d.stream and d.name in work.counts}
-    narrow = {name: narrowest(work, name) for name in found.curves}
+    narrow = {name: _wide_enough(liked, name, narrowest(work, name)) for name in found.curves}
+    if liked:  # else it was checked before calibration
+        budget.check(work.survey.cost(), count(narrow))
     candidates = []
     for whole in ({}, streams) if streams and count({**narrow, **streams}) <= limit else ({},):
-        candidates += [spend(found.curves, whole), spend(found.curves, _uniform(work, whole, count, limit))]
+        candidates += [spend(found.curves, whole), spend(found.curves, _uniform(work, whole, count, limit, liked))]
     judges = [_Judge(work, found, count_examples(batch), batches) for batches in (1, 2)]
     start, _ = judges[0].best(candidates)
     best = _search(work, found, spend, judges, start)
@@ -216,14 +220,24 @@ def _search(
     return best
 
 
+def _wide_enough(liked: Mapping[str, Sequence[int]], name: str, width: int) -> int:
+    """The narrowest width of at least `width` that the budget allows."""
+    return next((each for each in liked.get(name, ()) if each >= width), width)
+
+
 def _uniform(
-    work: Work, whole: Mapping[str, int], count: Callable[[Mapping[str, int]], int], limit: int
+    work: Work,
+    whole: Mapping[str, int],
+    count: Callable[[Mapping[str, int]], int],
+    limit: int,
+    liked: Mapping[str, Sequence[int]],
 ) -> dict[str, int]:
     """The same fraction of every hidden dimension that is not to stay whole, as large as the limit allows."""
 
     def widths(fraction: float) -> dict[str, int]:
         units, step = work.units, work.options.round_to
         cut = {name: rounded(max(1, int(fraction * units[name])), units[name], step) for name in work.counts}
+        cut = {name: _wide_enough(liked, name, width) for name, width in cut.items()}
         return {**cut, **whole}
 
     low, high = 0.0, 1.0

@@ -16,6 +16,7 @@ from torch import nn
 from ispasp._evaluate import Agreement, Scores
 from ispasp._heal import HealResult
 from ispasp._keep import Widths, prunable
+from ispasp._latency import LatencyResult
 from ispasp._steps import Decisions, Work
 from ispasp.budget import Budget
 from ispasp.compensate.refit import Refit
@@ -115,6 +116,8 @@ class Result:
     """Hidden dimensions that a budget, `keep` or `skip` left whole."""
     healed: HealResult | None = None
     """The result of healing."""
+    latency: LatencyResult | None = None
+    """Time of a call before and after, where `keep` is a `Latency`."""
 
     @property
     def plan_from_dense(self) -> Plan:
@@ -152,6 +155,7 @@ class Result:
             "scores": _without_nan(asdict(self.scores)) if self.scores else None,
             "agreement": asdict(self.agreement) if self.agreement else None,
             "healed": self.healed.record() if self.healed else None,
+            "latency": asdict(self.latency) if self.latency else None,
             "verified": None if math.isnan(self.verified) else self.verified,
             "proof": str(self.evidence),
             "unproved": dict(self.unproved),
@@ -194,6 +198,7 @@ class Result:
     def _facts(self) -> list[tuple[str, str]]:
         c = self.cost
         facts = [("parameters", change(c.dense_params, c.params)), ("MACs", change(c.dense_macs, c.macs))]
+        facts += [("latency", str(self.latency))] if self.latency else []
         facts += _calibrated(self.settings)
         facts += [("healing", str(self.healed))] if self.healed else []
         facts += [("agreement", str(self.agreement))] if self.agreement else []
@@ -263,6 +268,7 @@ def result_of(
     scores: Scores | None,
     agreement: Agreement,
     gain: HealResult | None,
+    latency: LatencyResult | None = None,
 ) -> Result:
     """Assemble the result from the steps of `prune`."""
     unread = {name: why for name, why in work.unread.items() if name in chosen.counts}
@@ -274,12 +280,13 @@ def result_of(
         (*work.survey.frozen, *(FrozenAxis(name, why) for name, why in unread.items())),
         evidence,
         {**work.options.described(), **work.inputs.described(work.team)},
-        _advice(work, done, evidence, plan),
+        (*_advice(work, done, evidence, plan), *(latency.advice() if latency else ())),
         {name: (curve.kept, curve.error) for name, curve in chosen.curves.items()},
         scores,
         agreement,
         _left_whole(work, {*work.counts, *unread}),
         gain,
+        latency,
     )
 
 

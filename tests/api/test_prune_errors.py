@@ -105,7 +105,7 @@ def test_no_hint_where_the_input_was_chosen() -> None:
         ({"memory": "1G"}, "memory='1G': pass a number of bytes, or None"),
         ({"timeout": "soon"}, "timeout='soon': pass seconds, such as 600"),
         ({"loss": 3}, "loss=3: pass a function"),
-        ({"order": "global", "round_to": 4}, "it cannot promise widths: leave out round_to, Macs and Params"),
+        ({"order": "global", "round_to": 4}, "it cannot promise widths: leave out round_to and budgets"),
         ({"order": "global", "keep": ispasp.Macs(0.5)}, "it cannot promise widths"),
         ({"scope": "most"}, "scope='most': choose 'blocks'"),
         ({"kinds": ("layer",)}, "kinds has ['layer']: choose from"),

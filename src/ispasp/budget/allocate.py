@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,20 +37,23 @@ def allocate(
     *,
     round_to: int | None = None,
     least: Mapping[str, int] | None = None,
+    allowed: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, int]:
     """Widths with count(widths) <= limit and the least sum of predicted errors, found by search.
 
     `curves`: name of a hidden dimension -> its error at every width. `count`: parameters or MACs of the network with
     these widths, one for every name; any function that does not fall when a width rises. The count comes within 1 % of
     the limit wherever the search finds such widths. With `round_to`, widths are its multiples or all units. `least`
-    gives the fewest units of some dimensions. None becomes narrower than the first point of its curve.
+    gives the fewest units of some dimensions. None becomes narrower than the first point of its curve. `allowed` lists
+    the widths that some dimensions may have, besides all units.
 
     >>> curves = {"a": Curve((1, 8), (1.0, 0.0)), "b": Curve((1, 4, 8), (1.0, 0.1, 0.0))}
     >>> allocate(curves, lambda widths: 10 * widths["a"] + 10 * widths["b"], limit=125)
     {'a': 8, 'b': 4}
     """
     _check(curves, limit, round_to, least or {})
-    options = {name: choices(curve, round_to, (least or {}).get(name, 0)) for name, curve in curves.items()}
+    given, wide = least or {}, allowed or {}
+    options = {name: choices(curve, round_to, given.get(name, 0), wide.get(name)) for name, curve in curves.items()}
     problem = Problem(options, count, int(limit))
     smallest = (0,) * len(options)
     if problem.slack(smallest) < 0:
@@ -115,14 +118,17 @@ class Choices:
         return hull
 
 
-def choices(curve: Curve, round_to: int | None = None, least: int = 0) -> Choices:
-    """Widths of at least `least`: all of them, or multiples of `round_to` and the full width.
+def choices(
+    curve: Curve, round_to: int | None = None, least: int = 0, allowed: Sequence[int] | None = None
+) -> Choices:
+    """Widths of at least `least`: all of them, multiples of `round_to`, or those `allowed`, and the full width.
 
     >>> choices(Curve((1, 20), (1.0, 0.0)), round_to=8).widths.tolist()
     [8, 16, 20]
     """
     step = round_to or 1
     widths = np.arange(0, curve.units, step)
+    widths = widths if allowed is None else np.intersect1d(widths, np.asarray(allowed))
     widths = np.union1d(widths[widths >= max(least, curve.kept[0])], [curve.units])
     last = len(widths) - 1
     after = np.searchsorted(widths, curve.kept)  # a point of the curve may lie between two choices: both are bends

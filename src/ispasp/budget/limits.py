@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -64,6 +64,10 @@ class Budget(ABC):
     @abstractmethod
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
         """Count of the network with these widths; dimensions that are not named are dense."""
+
+    def choices(self, name: str, units: int, step: int | None) -> Sequence[int] | None:
+        """The widths that a hidden dimension may have, ascending to all units; None for any."""
+        return None
 
     @abstractmethod
     def _dense(self, cost: Cost) -> int:
