@@ -5,7 +5,7 @@ Selectors, consumers and statistics are in `ispasp.select`, optimizers in `ispas
 
 from ispasp import errors, select, train
 from ispasp._apply import apply_, mask
-from ispasp._compare import compare_methods
+from ispasp._compare import compare, compare_methods
 from ispasp._finetune import finetune
 from ispasp._heal import Heal, HealResult, heal
 from ispasp._keep import recipes
@@ -35,6 +35,7 @@ __all__ = [
     "Result",
     "Survey",
     "apply_",
+    "compare",
     "compare_methods",
     "errors",
     "export_onnx",

@@ -1,26 +1,215 @@
-"""`ispasp.compare_methods`: one model pruned by several methods, side by side."""
+"""`ispasp.compare`: a dense model beside its pruned version. `ispasp.compare_methods`: one model, several methods."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ispasp._evaluate import Evaluate, number
+from ispasp._evaluate import Evaluate, Judge, divergences, number
+from ispasp._latency import LatencyResult, timed_pair
 from ispasp._prune import prune
-from ispasp.engine.batches import Replayed, batches_in
-from ispasp.errors import InputError
-from ispasp.graph.state import unwrapped
-from ispasp.report import Column, Sheet, figures, told, track
+from ispasp.budget.latency import Latency, Runtime
+from ispasp.engine.batches import (
+    Replayed,
+    batches_in,
+    count_examples,
+    find_labels,
+    first_in,
+    first_of,
+    placed,
+    prepared,
+    tensors_of,
+)
+from ispasp.engine.graphs import named_tensors
+from ispasp.engine.team import Team
+from ispasp.errors import InputError, IspaspError, SaveError, failing_as
+from ispasp.graph.analyse import analyse, cost_model
+from ispasp.graph.state import one_at_a_time, plain, unwrapped
+from ispasp.graph.trace import check_model, evaluating, run_and_restore
+from ispasp.report import Column, Sheet, change, figures, told, track
+from ispasp.report.html import page
 from ispasp.result import Result
 from ispasp.select import Selector, selector
 from ispasp.select import methods as all_methods
+from ispasp.train.mimic import pair
+from ispasp.types.dimension import Cost
 
+_EXAMPLES, _WORST = 256, 8  # that are compared, and listed
+
+
+@dataclass(frozen=True, eq=False)
+class Versus:
+    """A dense model beside its pruned version. Print it, show it in a notebook, or write its `report`.
+
+    `agreement` is the fraction of equal predictions, None without classes. `divergence` is the mean over examples of
+    the KL divergence of logits, or the relative squared error of other outputs. `worst` maps the number of an example
+    to its divergence, `layers` the module that makes a feature to its relative error; `note` says why there are none.
+    """
+
+    model: str
+    cost: Cost
+    bytes: tuple[int, int]
+    latency: LatencyResult
+    examples: int
+    agreement: float | None
+    divergence: float
+    worst: Mapping[int, float]
+    layers: Mapping[str, float]
+    note: str = ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain records of totals, then features, then examples: `pandas.DataFrame(compared.rows())`."""
+        c, t = self.cost, self.latency
+        pairs = {
+            "parameters": (c.dense_params, c.params),
+            "bytes": self.bytes,
+            "MACs": (c.dense_macs, c.macs),
+            "milliseconds": (t.dense, t.pruned),
+        }
+        blank = dict.fromkeys(("dense", "pruned", "error"))
+        rows = [{"what": "total", "name": name, **blank, "dense": a, "pruned": b} for name, (a, b) in pairs.items()]
+        rows += [{"what": "layer", "name": name, **blank, "error": e} for name, e in self.layers.items()]
+        return rows + [{"what": "example", "name": str(n), **blank, "error": e} for n, e in self.worst.items()]
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        return json.dumps({"format": "ispasp-compare", **asdict(self)})
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page that opens offline. Returns its path."""
+        try:
+            Path(path).write_text(page(f"{self.model}, compared", self._repr_html_()), encoding="utf-8")
+        except OSError as error:
+            raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
+        return Path(path)
+
+    def __str__(self) -> str:
+        return str(self._sheet())
+
+    def _repr_html_(self) -> str:
+        return self._sheet().html()
+
+    def _sheet(self) -> Sheet:
+        c = self.cost
+        facts = [
+            ("parameters", change(c.dense_params, c.params)),
+            ("bytes", change(*self.bytes)),
+            ("MACs", change(c.dense_macs, c.macs)),
+            ("latency", str(self.latency)),
+            ("agreement", "-" if self.agreement is None else f"{self.agreement:.1%} of predictions"),
+            ("divergence", f"{self.divergence:.4g} on {self.examples:,} examples"),
+        ]
+        rows = [{"name": name, "error": error} for name, error in self.layers.items()]
+        columns = [Column("name", "feature after", shorten=True), Column("error", "error", "{:.1%}".format)]
+        worst = ", ".join(f"{n} ({e:.3g})" for n, e in self.worst.items())
+        told = [
+            ("worst examples (divergence)", [worst] if worst else []),
+            ("no features", [self.note] * bool(self.note)),
+        ]
+        told.append(("advice", self.latency.advice()))
+        return Sheet(f"{self.model}: dense and pruned", facts, columns, rows, [each for each in told if each[1]])
+
+
+def compare(
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    *,
+    batch: int = 1,
+    runtime: Runtime = "eager",
+    repeats: int = 7,
+) -> Versus:
+    """Compare a model with its pruned version: size, MACs, latency, predictions, outputs and features on the way.
+
+    `batches` are as in `prune`; at most 256 examples are taken. `batch`, `runtime` and `repeats` are those of
+    `ispasp.Latency`. Neither model is changed.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> result = prune(net, [torch.rand(16, 4)], keep=0.5, progress=False)
+    >>> found = compare(net, result.model, [torch.rand(16, 4)])
+    >>> found.cost.dense_params, found.cost.params, len(found.worst)
+    (58, 30, 8)
+    """
+    for each in (dense, pruned):
+        check_model(each)
+    how = Latency(1.0, batch=batch, runtime=runtime, repeats=repeats)  # checks them
+    with one_at_a_time(), plain(dense) as a, plain(pruned) as b, evaluating(a), evaluating(b):
+        taken = _taken(a, batches)
+        outputs = [_pair(a, b, each) for each in taken]
+        spread = [d for x, (y, z) in zip(taken, outputs, strict=True) for d in divergences(z, y, x)]
+        agreement = Judge(a, taken, taken[0]).agreement(b, Team())
+        costs = [_cost(each, first_of(taken[0], 2)) for each in (a, b)]
+        size = [sum(t.nbytes for t in {id(t): t for t in named_tensors(m).values()}.values()) for m in (a, b)]
+        timed = timed_pair(a, b, first_of(taken[0], how.batch), runtime, repeats)
+        layers, note = _features(a, b, taken[0])
+    worst = sorted(range(len(spread)), key=lambda k: -spread[k])[:_WORST]
+    return Versus(
+        type(a).__name__,
+        Cost(costs[1][0], costs[1][1], *costs[0]),
+        (size[0], size[1]),
+        timed,
+        len(spread),
+        agreement.rate,
+        sum(spread) / len(spread),
+        {k: spread[k] for k in worst},
+        layers,
+        note,
+    )
+
+
+def _taken(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
+    """The inputs of the first examples."""
+    given, found, left = batches_in(batches, model), list[Any](), _EXAMPLES
+    labels = find_labels(model, placed(first_in(given), model))
+    for batch, _ in prepared(given, model, labels):
+        if left > 0:
+            found.append(first_of(batch, left))
+            left -= count_examples(batch)
+        else:
+            break
+    return found
+
+
+def _pair(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """The outputs of both models, which must have the same shapes."""
+    outputs = []
+    for name, model in (("dense", dense), ("pruned", pruned)):
+        with failing_as(InputError, f"the {name} model does not run on a batch", "pass batches that both models take"):
+            outputs.append(run_and_restore(model, batch))
+    shapes = [[tuple(t.shape) for t in tensors_of(output)] for output in outputs]
+    if shapes[0] != shapes[1]:
+        raise InputError(
+            f"the models do not fit each other: on the same batch the dense one returns shapes {shapes[0][:4]}, the "
+            f"pruned one {shapes[1][:4]}; pass a model and the one that was pruned from it"
+        )
+    return outputs[0], outputs[1]
+
+
+def _cost(model: nn.Module, batch: Any) -> tuple[int, int]:
+    costs = cost_model(analyse(model, batch), model, batch)
+    return costs.params({}), costs.macs({})
+
+
+def _features(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[dict[str, float], str]:
+    """Relative errors of the features that both models have, or why there are none."""
+    try:
+        found = pair(pruned, dense, batch).errors(pruned, dense, batch)
+        return found, "" if found else "the graphs have no feature of equal shape before the outputs"
+    except IspaspError as error:
+        return {}, str(error)
+
+
+# Several methods ------------------------------------------------------------------------------------------------
 Method = str | Selector | Callable[..., Any]
 _COLUMNS = (
     Column("method", "method", shorten=True),

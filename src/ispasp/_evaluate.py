@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import count_examples, first_of, tensors_of
 from ispasp.engine.team import Team
@@ -203,6 +204,22 @@ def divergence(output: Any, dense: Any, batch: Batch) -> float:
         return float((a - b).square().sum() / b.square().sum().clamp(min=1e-300))
     p, q = (each.tensor.double().log_softmax(wanted.axis) for each in (wanted, found))
     return max(float((p.exp() * (p - q)).sum(wanted.axis).mean()), 0.0)
+
+
+def divergences(output: Any, dense: Any, batch: Batch) -> list[float]:
+    """`divergence` of every example of a batch.
+
+    >>> y = torch.tensor([[2.0, 0.0], [2.0, 0.0]])
+    >>> [round(d, 4) for d in divergences(y * torch.tensor([[1.0], [-1.0]]), y, torch.ones(2, 3))]
+    [0.0, 1.5232]
+    """
+    size = count_examples(batch)
+
+    def row(value: Any, k: int) -> Any:
+        leaf = lambda t: t[k : k + 1] if isinstance(t, Tensor) and t.ndim and len(t) == size else t  # noqa: E731
+        return pytree.tree_map(leaf, value)
+
+    return [divergence(row(output, k), row(dense, k), row(batch, k)) for k in range(size)]
 
 
 def own_labels(output: Any, batch: Batch) -> Tensor:

@@ -18,11 +18,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,10 +39,11 @@ from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
 from ispasp.files.reading import read_json
 from ispasp.files.writing import make_folder, publish, workspace, write_bytes
+from ispasp.graph.atoms import UNKNOWN, length
 from ispasp.graph.ops import call, given_to, op_of
 from ispasp.graph.state import copied, quiet
 from ispasp.graph.trace import Batch, call_arguments, evaluating
-from ispasp.graph.track import Value, shape_of
+from ispasp.graph.track import Value
 from ispasp.report import track
 from ispasp.surgery.remove import removed
 from ispasp.types.dimension import Extent, Kept, full_length, kept_length, names_in
@@ -126,8 +128,8 @@ def timed_pair(
         if max(map(_spread, runs)) > _NOISY:
             runs = [a + b for a, b in zip(runs, _interleaved(jobs, 2 * repeats, 2 * _WHOLE), strict=True)]
     name = runtime if isinstance(runtime, str) else getattr(runtime, "__name__", "custom")
-    middles, spreads = [1e3 * statistics.median(each) for each in runs], map(_spread, runs)
-    return LatencyResult(*middles, *spreads, count_examples(batch), name, torch.get_num_threads())
+    (a, b), (c, d) = (1e3 * statistics.median(each) for each in runs), map(_spread, runs)
+    return LatencyResult(a, b, c, d, count_examples(batch), name, torch.get_num_threads())
 
 
 def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
@@ -139,7 +141,7 @@ def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
     if callable(runtime):
         found = runtime(model, batch)
         if callable(found):
-            return lambda: found()
+            return partial(found)
         if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 <= found < math.inf:
             raise InputError(f"the runtime returned {found!r}: return a function to time, or seconds")
         return float(found)
@@ -164,7 +166,7 @@ def _onnx_job(model: nn.Module, batch: Batch) -> Job:
 
 
 def _interleaved(jobs: Sequence[Job], rounds: int, least: float) -> list[list[float]]:
-    """Seconds of each job in each round, `rounds` of them and for `least` seconds; all run in turn, short ones several times."""
+    """Seconds of each job in each round. All run in turn, short ones several times, for at least so many seconds."""
     loops = []
     for each in jobs:
         _seconds(each, 1)
@@ -251,7 +253,7 @@ class Op:
             example = node.meta["val"]
             return Spec(tuple(kept_length(e, kept) for e in axes), example.dtype, example.device, weight)
 
-        given: dict[str, Any] = fx.map_arg(given_to(self.node), spec)
+        given: dict[str, Any] = fx.map_arg(given_to(self.node), cast(Any, spec))
         if given.get("groups", 1) != 1:
             given["groups"] = given["input"].shape[1] // given["weight"].shape[1]
         return given
@@ -285,7 +287,7 @@ class Op:
                     holder.register_parameter(name, nn.Parameter(spec.tensor(), requires_grad=False))
                     nodes[k] = graph.get_attr(name)
             order = iter(range(len(specs)))
-            found = pytree.tree_map_only(Spec, lambda _, nodes=nodes, order=order: nodes[next(order)], given)
+            found = pytree.tree_map_only(Spec, partial(_next, nodes, order), given)
             schema = self.node.target._schema.arguments  # type: ignore[union-attr]
             args = tuple(found[a.name] for a in schema if not a.kwarg_only)
             kwargs = {a.name: found[a.name] for a in schema if a.kwarg_only}
@@ -294,13 +296,17 @@ class Op:
         return fx.GraphModule(holder, graph), tuple(specs[k].tensor() for k in inputs)
 
 
+def _next(nodes: Mapping[int, fx.Node], order: Iterator[int], _: Spec) -> fx.Node:
+    return nodes[next(order)]
+
+
 def granule(units: int) -> int:
     """The power of two that round widths are multiples of: about an eighth of the units.
 
     >>> granule(12), granule(96), granule(2048)
     (1, 8, 256)
     """
-    return 2 ** max(0, int(math.log2(max(1, units / 8))))
+    return 1 << max(0, (units // 8).bit_length() - 1)
 
 
 def round_half(units: int) -> int:
@@ -317,8 +323,8 @@ def ops_of(work: Work, batch: Batch, *, pointwise: bool) -> Iterator[Op]:
         if node.op != "call_function" or node in walk.unread:
             continue
         product = op_of(node) is not None or "scaled_dot_product" in str(node.target)
-        values = {each: walk.values.get(each) for each in node.all_input_nodes}
-        plain = all(isinstance(v, Value) and -1 not in (shape_of(n.meta.get("val")) or (-1,)) for n, v in values.items())
+        values: dict[fx.Node, Any] = {each: walk.values.get(each) for each in node.all_input_nodes}
+        plain = all(isinstance(v, Value) and UNKNOWN not in map(length, v.axes) for v in values.values())
         if not plain or not (pointwise or product):
             continue
         axes = {n: (v.is_parameter, tuple(map(analysis.extent, v.axes))) for n, v in values.items()}
@@ -424,6 +430,7 @@ class Stopwatch:
         times = iter(_of_first_rank(work.team, lambda: self._table(ops, keep)))
         terms = terms_of(ops, [[next(times) for _ in schedule(op)] for op in ops])
         dense, ratio = self._cut(keep, self._half)
+        self._saved = 1 - ratio  # by half of the units
         self.budget = replace(keep, model=fitted(terms, dense, ratio * dense, self._half))
 
     def _table(self, ops: Sequence[Op], keep: Latency) -> list[float]:
@@ -465,10 +472,11 @@ class Stopwatch:
             found = timed_pair(self._dense, model, self._batch, keep.runtime, keep.repeats)
             return [found.dense, found.pruned, found.dense_spread, found.pruned_spread]
 
-        dense, *rest = _of_first_rank(self._work.team, measure)
+        dense, pruned, *spreads = _of_first_rank(self._work.team, measure)
         where = count_examples(self._batch), keep.runtime_name, torch.get_num_threads()
         predicted, target = 1e3 * about.seconds(widths), 1e3 * keep.seconds(1e-3 * dense)
-        found = LatencyResult(dense, *rest, *where, predicted, target, self.corrected, self._reason())
+        plain = LatencyResult(dense, pruned, spreads[0], spreads[1], *where)
+        found = replace(plain, predicted=predicted, target=target, corrected=self.corrected, reason=self._reason())
         if found.pruned >= found.dense and widths:
             warnings.warn(found.advice()[0], stacklevel=7)  # the caller of prune
         return found
@@ -481,11 +489,10 @@ class Stopwatch:
                 "it is too small, most of a call is spent outside of the layers that were pruned; use a larger batch=, "
                 "runtime='compile' or 'onnx', or scope='all'"
             )
-        saved = 1 - about.seconds(self._half) / about.dense
-        if saved < 0.2:
+        if self._saved < 0.2:
             return (
-                f"its layers are bound by memory or by calls, half of the units saves {saved:.0%} of the time; use a "
-                "larger batch=, or least=0, which removes whole branches"
+                "its layers are bound by memory or by calls, half of the units saves "
+                f"{max(self._saved, 0):.0%} of the time; use a larger batch=, or least=0, which removes whole branches"
             )
         return "the runtime punishes these widths in the whole network; pass round_to=16, or another runtime="
 

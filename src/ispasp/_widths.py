@@ -186,7 +186,9 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
         budget.check(work.survey.cost(), count(narrow))
     candidates = []
     for whole in ({}, streams) if streams and count({**narrow, **streams}) <= limit else ({},):
-        candidates += [spend(found.curves, whole), spend(found.curves, _uniform(work, whole, count, limit, liked))]
+        uniform = _uniform(work, whole, count, limit, liked)
+        starts = [whole, uniform] if count(uniform) <= limit else [whole]  # one unit of each may be too much
+        candidates += [spend(found.curves, start) for start in starts]
     judges = [_Judge(work, found, count_examples(batch), batches) for batches in (1, 2)]
     start, _ = judges[0].best(candidates)
     best = _search(work, found, spend, judges, start)

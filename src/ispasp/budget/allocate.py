@@ -118,9 +118,7 @@ class Choices:
         return hull
 
 
-def choices(
-    curve: Curve, round_to: int | None = None, least: int = 0, allowed: Sequence[int] | None = None
-) -> Choices:
+def choices(curve: Curve, round_to: int | None = None, least: int = 0, allowed: Sequence[int] | None = None) -> Choices:
     """Widths of at least `least`: all of them, multiples of `round_to`, or those `allowed`, and the full width.
 
     >>> choices(Curve((1, 20), (1.0, 0.0)), round_to=8).widths.tolist()

@@ -180,4 +180,3 @@ class Latency(Budget):
 
     def _dense(self, cost: Cost) -> int:
         return round(1e9 * self._measured.dense)
-

@@ -17,7 +17,7 @@ from torch.nn import functional
 import ispasp
 from ispasp._keep import recipes
 from ispasp._options import Options, best_method
-from ispasp.budget import Macs, Params
+from ispasp.budget import Latency, Macs, Params
 from ispasp.cli import options as o
 from ispasp.cli.data import load_data
 from ispasp.cli.evaluate import scorer
@@ -42,6 +42,12 @@ def number(text: str) -> float | int:
         raise InputError("pass a fraction such as 0.5, or a whole number") from error
     is_count = text.strip().isdecimal() or (value > 1 and value.is_integer())
     return int(value) if is_count else value
+
+
+def time_of(text: str) -> dict[str, Any]:
+    """Parse --latency: a fraction, or milliseconds as in 12ms."""
+    plain = text.strip().removesuffix("ms")
+    return {"amount" if plain == text.strip() else "milliseconds": number(plain)}
 
 
 def share(text: str) -> tuple[str, float | int]:
@@ -94,6 +100,9 @@ class AmountOptions:
     )
     macs: Any = o.opt(None, _AMOUNT, "Fraction or number of MACs that stay.", parser=number)
     params: Any = o.opt(None, _AMOUNT, "Fraction or number of parameters that stay.", parser=number)
+    latency: Any = o.opt(None, _AMOUNT, "Time of a call: a fraction of the dense, or 12ms.", parser=time_of)
+    runtime: Literal["eager", "compile", "onnx"] = o.opt("eager", _AMOUNT, "What --latency is measured in.")
+    latency_batch: int = o.opt(1, _AMOUNT, "Examples in a call that --latency measures.", min=1)
     recipe: Any = o.opt(
         None,
         _AMOUNT,
@@ -105,7 +114,7 @@ class AmountOptions:
 
     def amount(self) -> Any:
         """Return `keep=` of `ispasp.prune`: a number, globs, a budget or a recipe."""
-        names = ("keep", "macs", "params", "recipe")
+        names = ("keep", "macs", "params", "latency", "recipe")
         given = [name for name in names if getattr(self, name) not in (None, [])]
         if len(given) > 1:
             raise InputError(f"--{' and --'.join(given)} together: pass one of --{', --'.join(names)}")
@@ -113,6 +122,8 @@ class AmountOptions:
             return Macs(self.macs)
         if self.params is not None:
             return Params(self.params)
+        if self.latency is not None:
+            return Latency(**self.latency, batch=self.latency_batch, runtime=self.runtime)
         if self.recipe is not None:
             return self.recipe
         rules = {pattern or "*": value for pattern, value in self.keep or [("", 0.5)]}

@@ -51,10 +51,14 @@ def html(result: Record, curves: Curves | None = None) -> str:
         _settings(settings, str(result.get("command") or "")),
         _certificate(result, layers),
     ]
+    return page(title, "\n".join(part for part in parts if part))
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around a body."""
     css = files("ispasp.report").joinpath("style.css").read_text("utf-8")
-    body = "\n".join(part for part in parts if part)
-    page = f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-    return visible(f"{_HEAD}{page}</body>\n</html>\n")  # names may hold control characters
+    inner = f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+    return visible(f"{_HEAD}{inner}</body>\n</html>\n")  # names may hold control characters
 
 
 def _header(title: str, settings: Record) -> str:
@@ -93,6 +97,9 @@ def _tiles(result: Record) -> str:
         times = f"<small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
         share = after / before if before else 1.0
         tiles.append(_tile(label, _count(after), f"{100 * share:.1f}&thinsp;% of {_count(before)}", times, share))
+    if timed := result.get("latency"):
+        under = f"{timed['pruned'] / timed['dense']:.1%} of {timed['dense']:.3g} ms, {timed['runtime']}"
+        tiles.append(_tile("Milliseconds of a call", f"{timed['pruned']:.3g}", escape(under)))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 

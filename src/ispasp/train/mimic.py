@@ -55,6 +55,7 @@ class Pair:
     measures: tuple[tuple[Measure, ...], ...]  # of each output; none where the two do not compare
     blocks: tuple[frozenset[str], ...] = ()
     """The parameters that each feature reads and no feature before it; last, those that only outputs read."""
+    names: tuple[str, ...] = ()  # of the modules that make the features
 
     def distance(
         self, student: nn.Module, teacher: nn.Module, batch: Batch, trained: Collection[str] | None = None
@@ -78,6 +79,13 @@ class Pair:
         share = min(1.0, judged * k / sum(map(_positions, expected[:k])))
         return Distance(output, mean, mean + share * output)
 
+    def errors(self, student: nn.Module, teacher: nn.Module, batch: Batch) -> dict[str, float]:
+        """The relative error of every feature, by the module that makes it."""
+        with torch.no_grad():
+            found, expected = _run(self.student, student, batch), _run(self.teacher, teacher, batch)
+            pairs = zip(self.names, found, expected, strict=False)
+            return {name: float(_relative(y, t, padding_masks(batch)).sqrt()) for name, y, t in pairs}
+
     def upto(self, block: int) -> Pair:
         """Both networks from the inputs to the end of a block, which is their only output."""
         end = None if block == self.features else block + 1  # the last block ends in all outputs
@@ -98,12 +106,13 @@ def pair(student: nn.Module, teacher: nn.Module, batch: Batch) -> Pair:
         )
     final = {node for _, node in outputs}
     known = _features(theirs)
-    found = [(x, known[key]) for key, x in _features(ours).items() if key in known and x not in final]
-    matched = [(x, y) for x, y in found if _shape(x) == _shape(y)]
+    both = {key: (x, known[key]) for key, x in _features(ours).items() if key in known and x not in final}
+    same = {key: (x, y) for key, (x, y) in both.items() if _shape(x) == _shape(y)}
+    matched, names = [*same.values()], [f"{path or 'model'}{f' ({n + 1})' if n else ''}" for path, _, n in same]
     blocks = _blocks(ours, [x for x, _ in matched])
     _return(ours, [x for x, _ in matched], outputs)
     _return(theirs, [y for _, y in matched], dense)
-    return Pair(ours, theirs, len(matched), measures, blocks)
+    return Pair(ours, theirs, len(matched), measures, blocks, tuple(names))
 
 
 def _return(traced: Trace, features: list[fx.Node], outputs: list[tuple[str, fx.Node]]) -> None:
