@@ -136,7 +136,7 @@ def compare(
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> result = prune(net, [torch.rand(16, 4)], keep=0.5, progress=False)
-    >>> found = compare(net, result.model, [torch.rand(16, 4)])
+    >>> found = compare(net, result.model, [torch.rand(16, 4)], runtime=lambda model, batch: 1e-3)
     >>> found.cost.dense_params, found.cost.params, len(found.worst)
     (58, 30, 8)
     """

@@ -274,9 +274,12 @@ def test_a_table_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 def test_the_table_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISPASP_CACHE", str(tmp_path))
     made: list[Any] = []
-    monkeypatch.setattr(
-        "ispasp._latency.job", lambda runtime, model, batch: made.append(model) or seconds(model, batch)
-    )
+
+    def job(_: Any, model: nn.Module, batch: Any) -> float:
+        made.append(model)
+        return seconds(model, batch)
+
+    monkeypatch.setattr("ispasp._latency.job", job)
     first = pruned(Latency(0.5))
     chains = sum(isinstance(model, torch.fx.GraphModule) for model in made)
     made.clear()

@@ -17,6 +17,7 @@ import torch
 import typer
 
 import ispasp
+from ispasp.cli.compare import compare
 from ispasp.cli.evaluate import evaluate
 from ispasp.cli.export import export
 from ispasp.cli.finetune import finetune
@@ -48,7 +49,7 @@ def _refuse(context: typer.Context) -> None:
     )
 
 
-for command in (survey, prune, evaluate, finetune, export):
+for command in (survey, prune, evaluate, compare, finetune, export):
     app.command()(command)
 add_lab(app)
 
