@@ -245,6 +245,13 @@ def measure_torch_pruning(name: str, keep: float = 0.5) -> dict[str, Any]:
     }
 
 
+def stepped(name: str, keep: float) -> nn.Module:
+    """The network after one step of torch-pruning's magnitude pruner."""
+    network, model, batch = _build(name)
+    _step(network, model, batch, keep, {})
+    return model
+
+
 def _step(network: Network, model: nn.Module, batch: Any, keep: float, gone: dict[str, set[int]]) -> int:
     """Prune; `gone` gets the removed inputs of every layer. Returns the number of groups."""
     tp = importlib.import_module("torch_pruning")

@@ -256,3 +256,31 @@ def accuracy(
             typer.echo(experiment.described(row))
             experiment.write(out)
     typer.echo(f"wrote {experiment.write(out)}")
+
+
+@bench.command()
+def latency(
+    network: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="resnet50, mobilenet_v2, vit_small, bert_base, smollm2-prefill or smollm2-token; may be repeated. "
+            "Default: all."
+        ),
+    ] = None,
+    runtime: Annotated[
+        list[str] | None, typer.Option(help="eager, compile or onnx; may be repeated. Default: all.")
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="Macs(0.5), Latency(0.5), 'keep 0.5' or 'torch-pruning 0.5'; may be repeated. Default: all."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of latency.csv and latency.md.")] = Path("docs/results"),
+) -> None:
+    """Predicted and measured speed-ups at half the MACs, half the time and half the units. Resumes where it stopped."""
+    from ispasp.budget.latency import RUNTIMES
+    from ispasp_lab.benchmarks import latency as experiment
+
+    names = network or tuple(experiment.NETWORKS), runtime or RUNTIMES, way or tuple(experiment.WAYS)
+    for row in experiment.run(*names, out):
+        typer.echo(f"{row.network}, {row.runtime}, {row.way}: {row.failure or f'{row.measured:.2f}x'}")
+    typer.echo(f"wrote {experiment.write(out)}")
