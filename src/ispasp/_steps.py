@@ -20,14 +20,14 @@ from ispasp.compensate.solve import Halves, Sums
 from ispasp.engine.graphs import TracedGraphs, named_tensors
 from ispasp.engine.runner import Edits, Lockstep, Runner
 from ispasp.engine.sites import Site, Tally, producers, read, sites
-from ispasp.engine.task import TaskLoss, attached, sensitivities
+from ispasp.engine.task import TaskLoss, attached, fishers, sensitivities
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError
 from ispasp.graph.trace import Batch
 from ispasp.report import track
 from ispasp.select import Selector, selector
 from ispasp.select.evidence import descending
-from ispasp.types import Selection, Sensitivity, Statistics
+from ispasp.types import Fisher, Reading, Selection, Sensitivity, Statistics
 from ispasp.types.dimension import kept_mask, names_in
 from ispasp.types.statistics import measurable
 
@@ -76,6 +76,17 @@ class Work:
         everything = self.options.refit == "all" and self.options.compensate == "dense"
         every = sites(self.survey.analysis, self.counts, others=True) if everything else self.sites
         return [s for s in every if all(s.number in graph.contractions for graph in self.graphs.every)]
+
+    @cached_property
+    def fishers(self) -> dict[int, tuple[Fisher, ...]]:
+        """Squared gradients at the outputs of every site in the dense network: one pass forward and back."""
+        total: dict[int, tuple[Fisher, ...]] = {}
+        with self.team.together("the Fisher information"):
+            for batch in self.inputs.again():
+                for number, parts in fishers(self.sites, self.graphs, self.tensors, batch, own_labels).items():
+                    known = total.get(number)
+                    total[number] = parts if known is None else tuple(a + b for a, b in zip(known, parts, strict=True))
+        return total
 
     @property
     def needs(self) -> set[str]:
@@ -241,12 +252,20 @@ def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> d
                 )
                 totals = {key: totals[key] + part if key in totals else part for key, part in parts.items()}
         found = {name: attached(each, name, work.sites_of(name), totals) for name, each in found.items()}
+    if "fisher" in needs:
+        found = {name: _with_fishers(each, work.sites_of(name), work.fishers) for name, each in found.items()}
     if "task" in needs:
         pairs = list(work.inputs.pairs())
         for name, each in found.items():
             known = work.sites_of(name), work.graphs, work.tensors, done.edits, done.kept
             found[name] = replace(each, task=TaskLoss(name, *known, pairs, work.team, loss))
     return found
+
+
+def _with_fishers(statistics: Statistics, where: Iterable[Site], known: Mapping[int, tuple[Fisher, ...]]) -> Statistics:
+    rows = zip(statistics.readings, (part for site in where for part in known[site.number]), strict=True)
+    readings = tuple(Reading(row.consumer, *row.statistics.values(), fisher) for row, fisher in rows)
+    return replace(statistics, readings=readings)
 
 
 def _kept_outputs(work: Work, site: Site, done: Decisions) -> Tensor | None:

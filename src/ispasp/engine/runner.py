@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -57,12 +57,20 @@ class Edits:
         return Edits({**self.cuts, **other.cuts}, {**self.tensors, **other.tensors}, {**self.biases, **other.biases})
 
 
+class Probe(NamedTuple):
+    """A zero that was added to a value, in a contraction that was given these arguments."""
+
+    value: Tensor
+    zero: Tensor
+    given: Arguments
+
+
 class Runner:
     """One batch in front of a node. The pruned network has `edits`; with `twin` the dense one runs beside it.
 
     Both share their values up to the first edited node. `slicing=False` zeroes removed channels, instead of slicing.
     `precise` computes in float64 throughout. `probed` maps contractions to the argument that gets a zero added, to take
-    gradients for; `probes[number]` is then the argument, and the zero.
+    gradients for, or to None for their output; `probes` has the zeros.
     """
 
     def __init__(
@@ -75,13 +83,13 @@ class Runner:
         twin: bool = False,
         slicing: bool = True,
         precise: bool = False,
-        probed: Mapping[int, Operand] | None = None,
+        probed: Mapping[int, Operand | None] | None = None,
     ) -> None:
         self.graph = graph
         self.edits = edits
         self.fixed = graph.parameters(tensors)
         self.padding = padding_masks(batch)
-        self.probes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.probes: dict[int, Probe] = {}
         self._probed = probed or {}
         self._twin = twin
         self._slicing = slicing
@@ -223,19 +231,22 @@ class Runner:
             return widened(value) if self._precise else value
         given = named_arguments(node, args, kwargs)
         for number in numbers:
-            if number in self._probed:
-                given = self._add_zero(number, given)
+            if operand := self._probed.get(number):
+                given = operand.put(given, self._add_zero(number, operand.get(given), given))
             if cut:
                 given = _cut(node, given, self.edits.cuts.get(number, []), slicing=self._slicing)
             if number in self.edits.biases:
                 given["bias"] = self.edits.biases[number].to(given["weight"])  # also to float64
-        return call(node, given)
+        value = call(node, given)
+        for number in numbers:
+            if number in self._probed and self._probed[number] is None:
+                value = self._add_zero(number, value, given)
+        return value
 
-    def _add_zero(self, number: int, given: Arguments) -> Arguments:
-        x = self._probed[number].get(given)
+    def _add_zero(self, number: int, x: Tensor, given: Arguments) -> Tensor:
         zero = torch.zeros_like(x, requires_grad=True)
-        self.probes[number] = (x.detach(), zero)
-        return self._probed[number].put(given, x + zero)
+        self.probes[number] = Probe(x.detach(), zero, given)
+        return x + zero
 
 
 @dataclass(eq=False)

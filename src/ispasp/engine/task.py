@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ispasp.engine.batches import Pair, tensors_of
+from ispasp.engine.batches import Pair, count_examples, real_rows, tensors_of
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site
 from ispasp.engine.team import Team
 from ispasp.errors import InputError
-from ispasp.types import Reading, Sensitivity, Statistics
+from ispasp.graph.ops import output_channels
+from ispasp.graph.trace import Batch
+from ispasp.types import Fisher, Reading, Sensitivity, Statistics
 from ispasp.types.dimension import Kept
 
 Loss = Callable[[Any, Any], Tensor]
@@ -46,22 +48,51 @@ def sensitivities(
 
     For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is the mean over the batch.
     """
-    batch, given = pair
+    runner = Runner(
+        graphs.of(pair[0]), pair[0], tensors, edits, probed={site.number: site.contraction.data for site in sites}
+    )
+    found = {}
+    for site, gradient in zip(sites, _gradients(sites, runner, pair, loss), strict=True):
+        x = runner.probes[site.number].value
+        for name in site.names:
+            found[site.number, name] = _by_unit(x.double() * gradient * len(x), site.units_of(name, x), units[name])
+    return found
+
+
+def fishers(
+    sites: Sequence[Site], graphs: TracedGraphs, tensors: Mapping[str, Tensor], batch: Batch, loss: Loss
+) -> dict[int, tuple[Fisher, ...]]:
+    """Squared gradients at the outputs of each site in the dense network, of one batch, by one backward pass."""
+    runner = Runner(graphs.of(batch), batch, tensors, Edits(), probed={site.number: None for site in sites})
+    examples, found = count_examples(batch), {}
+    for site, gradient in zip(sites, _gradients(sites, runner, (batch, batch), loss), strict=True):
+        real, squares = real_rows(gradient, runner.padding), (gradient * examples).square()
+        squares = squares if real is None else squares[real]  # padding tokens do not count
+        products = site.forms(runner.probes[site.number].given)
+        channel = output_channels(site.contraction.node)
+        found[site.number] = tuple(_fisher(form.consumer.outputs, squares, channel, examples) for form in products)
+    return found
+
+
+def _fisher(outputs: int, squares: Tensor, channel: int | None, examples: int) -> Fisher:
+    """The sum for each output; where it is not known which axis they are on, all outputs count alike."""
+    if channel is None or squares.shape[channel] != outputs:
+        return Fisher((squares.sum() / outputs).repeat(outputs), examples)
+    return Fisher(squares.movedim(channel, 0).flatten(1).sum(1), examples)
+
+
+def _gradients(sites: Sequence[Site], runner: Runner, pair: Pair, loss: Loss) -> list[Tensor]:
+    """Gradients of the loss, a mean over examples, for what the runner probes at each site."""
     with torch.enable_grad():
-        probed = {site.number: site.contraction.data for site in sites}
-        runner = Runner(graphs.of(batch), batch, tensors, edits, probed=probed)
-        value = checked_loss(loss(runner.output(), given))
+        value = checked_loss(loss(runner.output(), pair[1]))
         if not value.requires_grad:
             raise InputError("loss(output, batch) does not depend on the model's output: compute it from `output`")
-        zeros = [runner.probes[site.number][1] for site in sites]
-        gradients = torch.autograd.grad(value, zeros, allow_unused=True)
-    found = {}
-    for site, gradient in zip(sites, gradients, strict=True):
-        x, _ = runner.probes[site.number]
-        effect = torch.zeros_like(x) if gradient is None else x.double() * gradient.double() * len(x)
-        for name in site.names:
-            found[site.number, name] = _by_unit(effect, site.units_of(name, x), units[name])
-    return found
+        probes = [runner.probes[site.number] for site in sites]
+        found = torch.autograd.grad(value, [probe.zero for probe in probes], allow_unused=True)
+    return [
+        torch.zeros_like(probe.value, dtype=torch.float64) if g is None else g.double()
+        for probe, g in zip(probes, found, strict=True)
+    ]
 
 
 def _by_unit(effect: Tensor, unit_of: Tensor, units: int) -> Sensitivity:

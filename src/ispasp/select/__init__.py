@@ -28,6 +28,7 @@ from ispasp.select.base import sum_by_unit as sum_by_unit
 from ispasp.select.cosamp import CoSaMP as CoSaMP
 from ispasp.select.evidence import Evidence as Evidence
 from ispasp.select.evidence import energy as energy
+from ispasp.select.fisher import FisherOBS as FisherOBS
 from ispasp.select.fpgm import FPGM as FPGM
 from ispasp.select.gfs import GFS as GFS
 from ispasp.select.gfs import GFSLocal as GFSLocal

@@ -24,7 +24,7 @@ class Selector(ABC):
     Subclasses are frozen dataclasses: their fields are the options. `needs` names what they look at:
 
     - "moment", "magnitude", "gram" or a name of `register_statistic`: statistics of what each consumer reads;
-    - "sensitivity": a statistic that takes a loss and a backward pass, see `types.Sensitivity`;
+    - "sensitivity", "fisher": statistics that take a backward pass, see `types.Sensitivity` and `types.Fisher`;
     - "task": the task loss of any choice of units, see `types.Statistics`;
     - "producers": weights of the layers that make the units, see `types.Producer`.
     """

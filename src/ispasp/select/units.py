@@ -47,7 +47,7 @@ def select_units(
     if not As or len(Hs) != len(As):
         raise InputError(f"{len(As)} consumers and {len(Hs)} activations: pass one tensor for all, or one for each")
     chosen = selector(method)
-    needs = {"moment", *chosen.needs} - {"producers", "sensitivity"}  # those are not statistics of H
+    needs = {"moment", *chosen.needs} - {"producers", "sensitivity", "fisher"}  # those are not statistics of H
     readings = tuple(measure(A, X, needs) for A, X in zip(As, Hs, strict=True))
     selection = chosen.select(Statistics(As[0].count_units(), readings, _producers(producers)), keep)
     start, *steps = (_with_residual(step, As, Hs) for step in (selection.start, *selection.steps))

@@ -5,6 +5,7 @@ from ispasp.types.consumer import ConvConsumer as ConvConsumer
 from ispasp.types.consumer import LinearConsumer as LinearConsumer
 from ispasp.types.consumer import Producer as Producer
 from ispasp.types.dimension import units_to_keep as units_to_keep
+from ispasp.types.statistics import Fisher as Fisher
 from ispasp.types.statistics import Gram as Gram
 from ispasp.types.statistics import Magnitude as Magnitude
 from ispasp.types.statistics import Moment as Moment

@@ -198,6 +198,24 @@ class Sensitivity(Total):
         raise InputError("activations alone give no sensitivity: pass loss= to ispasp.prune")
 
 
+@register_statistic
+class Fisher(Total):
+    """Squared gradients at the consumer's outputs, before a BatchNorm that follows: summed over the data. (outputs,)
+
+    The loss is the negative log-likelihood of labels that are drawn from the model's own predictions. A small change d
+    of output o at one position then moves the predictions by d^2 times the mean square, as a Kullback-Leibler
+    divergence and up to a factor.
+    """
+
+    name: ClassVar[str] = "fisher"
+    needs_loss: ClassVar[bool] = True
+
+    @classmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        """Raise: it takes a backward pass."""
+        raise InputError("activations alone give no Fisher information: ispasp.prune takes it, by a backward pass")
+
+
 def _examples(H: Tensor) -> int:
     return H.shape[0] if H.ndim > 1 else 1
 

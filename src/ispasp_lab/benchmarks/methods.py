@@ -17,7 +17,7 @@ from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.select import Selector, methods, selector
-from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Producer, Reading, Sensitivity, Statistics
+from ispasp.types import Consumer, ConvConsumer, Fisher, LinearConsumer, Producer, Reading, Sensitivity, Statistics
 from ispasp.types.consumer import Geometry
 from ispasp_lab.benchmarks.timing import interleaved
 
@@ -110,8 +110,10 @@ def statistics(
     H = torch.randn(max(1, examples // layer.size**2), width, *maps, generator=g).relu()
     reading = measure(consumer, H, needs)
     felt = Sensitivity(torch.rand(layer.units, generator=g), len(H))
-    reading = Reading(consumer, *reading.statistics.values(), felt)
     made = Producer(torch.randn(width, layer.fan_in, generator=g), consumer.units, torch.rand(width, generator=g))
+    reading = Reading(
+        consumer, *reading.statistics.values(), felt, Fisher(torch.rand(consumer.outputs, generator=g), 1)
+    )
     return Statistics(layer.units, (reading,), (made,))
 
 
