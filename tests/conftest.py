@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -18,6 +19,24 @@ settings.register_profile(
 )
 settings.load_profile("ispasp")
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 20, 20)  # traces are many small objects: by default a seventh of the time goes here
+_SEED = 31_415  # not one that tests set: what they draw before and after would be the same
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same random numbers, whichever ran before it."""
+    torch.manual_seed(_SEED)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    """So do shared fixtures, whichever test needs them first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

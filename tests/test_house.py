@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,21 +24,28 @@ MIRRORS = {"SlimMultiheadAttention"}  # have the attributes of the torch module 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def definitions() -> list[tuple[str, Any]]:
+    """Every function and class of the library."""
+    return [
+        (f"{path.relative_to(SRC)}:{node.name}", node)
+        for path in sorted(SRC.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    ]
+
+
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, kinds):
-                yield f"{path.relative_to(SRC)}:{getattr(node, 'name', '')}", node
+    return ((name, node) for name, node in definitions() if isinstance(node, kinds))
 
 
 def visited(call: Any) -> set[str]:
     """The files of the library that a call executes functions of."""
-    found = set()
+    found: set[str] = set()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(SRC):
-            found.add(str(path.relative_to(SRC)))
+        if event == "call":
+            found.add(frame.f_code.co_filename)
 
     before = sys.getprofile()
     sys.setprofile(profile)
@@ -45,7 +53,7 @@ def visited(call: Any) -> set[str]:
         call()
     finally:
         sys.setprofile(before)
-    return found
+    return {str(Path(name).relative_to(SRC)) for name in found if Path(name).is_relative_to(SRC)}
 
 
 def test_one_prune_goes_through_few_files() -> None:

@@ -42,8 +42,7 @@ def test_a_case_of_every_category(category: str) -> None:
 
 
 def test_surgery_that_cuts_the_wrong_units_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the library's own proof is blind."""
-    assert one("networks", SEEDS["networks"])["outcome"] == OK
+    """Even where the library's own proof is blind. The case is well without the defect: see above."""
     cut = remove._cut
 
     def wrong(tensor: Tensor, *rest: Any) -> Tensor:
@@ -61,8 +60,7 @@ def test_surgery_that_cuts_the_wrong_units_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_is_not_put_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remove.Undo, "close", lambda self: None)
-    ended = [one("faults", seed) for seed in range(3)]
-    assert any(record["outcome"] == FAILED for record in ended)
+    assert any(one("faults", seed)["outcome"] == FAILED for seed in range(3))
 
 
 def hangs(case: Case) -> None:
@@ -96,6 +94,7 @@ def test_an_error_of_the_library_is_a_refusal_only_where_it_may_come(tmp_path: P
         refuses(Case("x", 0, tmp_path))
 
 
+@pytest.mark.long
 def test_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "soak.jsonl"
     for seed in range(2):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # mypy reads half of the library
 SRC = Path(__file__).parents[1] / "src"
 # What no option below is of the type of counts as Any: reading torch takes a minute.
 CONFIG = """

@@ -25,25 +25,26 @@ NOTHING = {  # networks in which nothing can go -> a part of the reason
     "transformers/mamba2": "mean runs over this axis",
 }
 PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]
-TORCHVISION = ["resnet18", "shufflenet_v2_x0_5"]
-TIMM = ["mobilenetv2_050", "vit_tiny_patch16_224"]
+TORCHVISION = ["resnet18"]
+TIMM = ["mobilenetv2_050"]
 TRANSFORMERS = [
-    *("bert", "deberta_v2", "swin", "gpt2", "llama", "phi3", "mixtral", "t5", "wav2vec2", "mamba"),
+    *("bert", "gpt2", "llama", "phi3", "mixtral", "t5", "mamba"),
 ]
 # To `make test-long`: what is large, or much like one of the others.
 LARGE_TORCHVISION = [
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "maxvit_t", "mnasnet0_5"),
     *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "squeezenet1_1", "swin_t"),
+    "shufflenet_v2_x0_5",
 ]
 LARGE_TIMM = [
     *("beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "edgenext_xx_small", "eva02_tiny_patch14_224"),
     *("ghostnet_050", "mixer_s32_224", "nf_regnet_b0", "skresnet18", "swin_tiny_patch4_window7_224", "tinynet_e"),
-    *("xcit_nano_12_p16_224", "resnetv2_18", "seresnet18"),
+    *("xcit_nano_12_p16_224", "resnetv2_18", "seresnet18", "vit_tiny_patch16_224"),
 ]
 MORE_TRANSFORMERS = [
     *("roberta", "distilbert", "albert", "electra", "deit", "beit", "dinov2", "convnext", "resnet", "segformer", "opt"),
     *("gpt_neox", "mistral", "qwen2", "qwen3", "bart", "clip_vision", "modernbert", "vit", "mobilenet_v2", "bloom"),
-    *("gemma2", "whisper", "falcon_new", "clip"),
+    *("gemma2", "whisper", "falcon_new", "clip", "deberta_v2", "swin", "wav2vec2"),
 ]
 SMALLER = [
     *PLAIN,

@@ -313,6 +313,7 @@ def failing(x: Tensor) -> Tensor:
     raise InputError("no such image")
 
 
+@pytest.mark.long
 def test_two_processes_of_torchrun_heal_one_model(plan: ispasp.Plan, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan.to_json())
     command = [sys.executable, *TORCHRUN, __file__, str(tmp_path)]

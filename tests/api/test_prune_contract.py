@@ -38,7 +38,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.bomb = alive(ResNet(small=True)), Bomb()
+        body = ResNet(small=True)
+        body.layer1 = body.layer1[:1]  # one block will do
+        self.body, self.bomb = alive(body), Bomb()
         self.train()
         self.body.layer1.eval()
         for number, parameter in enumerate(self.parameters()):

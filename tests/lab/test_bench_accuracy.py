@@ -23,7 +23,8 @@ from ispasp_lab.experiments.records import read_rows
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """CIFAR-10 of 48 and 30 images, and a ResNet20 of random weights; no other data."""
+    """CIFAR-10 of 48 and 30 images, and random weights for resnet20, which has 8 layers here; no other data."""
+    monkeypatch.setattr("ispasp_lab.models.cifar_resnet.CifarResNet", lambda _: models.CifarResNet(8))
     monkeypatch.setenv("ISPASP_DATA", str(tmp_path))
     random = np.random.default_rng(0)
     arrays = {}

@@ -32,6 +32,7 @@ print(*(value // timing.MB for value in (before, during, now, peak)))
 """
 
 
+@pytest.mark.long
 def test_the_peak_stays_when_memory_is_given_back() -> None:
     done = subprocess.run([sys.executable, "-c", BALLAST], capture_output=True, text=True, check=True)  # noqa: S603
     before, during, now, peak = map(int, done.stdout.split())
@@ -40,6 +41,7 @@ def test_the_peak_stays_when_memory_is_given_back() -> None:
     assert peak > now + 256
 
 
+@pytest.mark.long
 @requires_vision
 def test_a_run_is_measured_in_a_process_of_its_own() -> None:
     ballast = torch.ones(1500 * timing.MB // 4)  # a peak of this process must not count as the child's

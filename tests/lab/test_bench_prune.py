@@ -54,6 +54,7 @@ def test_jobs_run_in_turn_and_the_median_is_told(monkeypatch: pytest.MonkeyPatch
         timing.interleaved({}, 0)
 
 
+@pytest.mark.long
 @requires_vision
 def test_prune_has_a_row_for_the_whole_and_for_every_part() -> None:
     rows = prune.run(images=2, batch=1, repeats=1, T=2, size=32, progress=False)
@@ -89,6 +90,7 @@ def test_the_job_is_the_papers_recipe_and_found_weights_are_taken(tmp_path) -> N
     assert torch.equal(model.layer1[1].conv1.weight, before)
 
 
+@pytest.mark.long
 @requires_vision
 def test_the_library_has_the_plan_of_the_papers_procedure() -> None:
     rows = paper.run(images=3, reference_images=2, batch=2, repeats=1, T=3, size=32, progress=False)

@@ -136,6 +136,8 @@ def test_the_pipeline_prunes_and_trains_block_by_block(folder: Path) -> None:
     dense = load_network(NAME)
     assert not torch.equal(model.linear.weight, dense.linear.weight)  # it was trained
     assert [path.name for path in (folder / PLACE).iterdir() if path.name.startswith("training")] == []
+    with pytest.raises(InputError, match="choose another folder"):
+        list(cnn_pipeline.run(SETTINGS, replace(TRAINING, lr=0.1), folder, keep=0.5, progress=False))
 
 
 def test_an_interrupted_pipeline_ends_in_the_same_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,16 +164,14 @@ def test_a_compensated_pipeline_can_be_loaded(folder: Path) -> None:
     assert rows[-1].trained_accuracy == pytest.approx(right)
 
 
-def test_the_pipeline_refuses_what_it_cannot_mean(folder: Path) -> None:
+def test_the_pipeline_refuses_what_it_cannot_mean() -> None:
     with pytest.raises(InputError, match="pass either a recipe"):
         cnn_pipeline.target("resnet34", None, None)
     with pytest.raises(InputError, match="choose from resnet34-2.69G, resnet34-2.13G"):
         cnn_pipeline.target("resnet34", "mobilenet_v2-260M", None)
-    pipeline(folder)
-    with pytest.raises(InputError, match="choose another folder"):
-        list(cnn_pipeline.run(SETTINGS, replace(TRAINING, lr=0.1), folder, keep=0.5, progress=False))
 
 
+@pytest.mark.long
 def test_an_image_folder_works_with_the_command(folder: Path) -> None:
     random = np.random.default_rng(0)
     for part in ("train", "val"):

@@ -195,7 +195,7 @@ def test_the_shortcut_drops_pixels_and_adds_zeros() -> None:
     assert float(y[:, [0, 3]].abs().sum()) == 0.0
 
 
-@pytest.mark.parametrize(("depth", "blocks"), [(20, 9), (56, 27)])
+@pytest.mark.parametrize(("depth", "blocks"), [(20, 9), pytest.param(56, 27, marks=pytest.mark.long)])
 def test_every_block_has_its_hidden_dimension(depth: int, blocks: int) -> None:
     torch.manual_seed(0)
     found = ispasp.survey(CifarResNet(depth).eval(), torch.randn(2, 3, 32, 32), scope="blocks")

@@ -143,6 +143,7 @@ def test_verdicts_weigh_the_spread_of_trials(rows: list[heads.Row]) -> None:
         assert says in heads_report.findings(trials("ispasp", own) + random_)[0]
 
 
+@pytest.mark.long
 def test_the_command_runs(rows: list[heads.Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "tiny", "--data", "moods", "--quick", "--out", str(tmp_path)]
     app(["reproduce", "heads", *arguments], standalone_mode=False)

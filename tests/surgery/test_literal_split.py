@@ -43,7 +43,7 @@ def stack(literal: bool, blocks: int) -> nn.Module:
     return nn.Sequential(*(Mamba(literal) for _ in range(blocks))).double()
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_literal_split_freezes_its_own_dimension_only(blocks: int) -> None:
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     free = {d.name for d in ispasp.survey(stack(False, blocks), x).dimensions}
