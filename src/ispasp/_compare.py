@@ -35,7 +35,7 @@ from ispasp.errors import InputError, IspaspError, SaveError, failing_as
 from ispasp.graph.analyse import analyse, cost_model
 from ispasp.graph.state import one_at_a_time, plain, unwrapped
 from ispasp.graph.trace import check_model, evaluating, run_and_restore
-from ispasp.report import Column, Sheet, change, figures, told, track
+from ispasp.report import Column, Printed, Sheet, change, figures, told, track
 from ispasp.report.html import page
 from ispasp.result import Result
 from ispasp.select import Selector, selector
@@ -47,7 +47,7 @@ _EXAMPLES, _WORST = 256, 8  # that are compared, and listed
 
 
 @dataclass(frozen=True, eq=False)
-class Versus:
+class Versus(Printed):
     """A dense model beside its pruned version. Print it, show it in a notebook, or write its `report`.
 
     `agreement` is the fraction of equal predictions, None without classes. `divergence` is the mean over examples of
@@ -87,16 +87,10 @@ class Versus:
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page that opens offline. Returns its path."""
         try:
-            Path(path).write_text(page(f"{self.model}, compared", self._repr_html_()), encoding="utf-8")
+            Path(path).write_text(page(f"{self.model}, compared", self._sheet().html()), encoding="utf-8")
         except OSError as error:
             raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
         return Path(path)
-
-    def __str__(self) -> str:
-        return str(self._sheet())
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
 
     def _sheet(self) -> Sheet:
         c = self.cost
@@ -226,7 +220,7 @@ _BLANK: Mapping[str, Any] = {**dict.fromkeys((c.key for c in _COLUMNS), None), "
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printed):
     """One row for every method and `keep`. Print it, show it in a notebook, or `plot()` it."""
 
     model: str
@@ -248,12 +242,6 @@ class Comparison:
         classes = any(row["agreement"] is not None for row in rows)
         last = {"agreement": "agreement with the dense model"} if classes else {"difference": "outputs differ by"}
         return figures.tradeoffs(rows, {**{name: name for name in self.scores}, **last})
-
-    def __str__(self) -> str:
-        return str(self._sheet())
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
 
     def _sheet(self) -> Sheet:
         rows = self.rows()

@@ -15,7 +15,7 @@ from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model
 from ispasp.graph.atoms import resolve
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.graph.trace import Batch, check_model
-from ispasp.report import Column, Sheet, told
+from ispasp.report import Column, Printed, Sheet, told
 from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.fold import Folding, folding, to_fold
 from ispasp.surgery.remove import read_number
@@ -42,7 +42,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class Survey(Printed):
     """What can be removed from a model. Print it, or ask it for a plan."""
 
     dimensions: tuple[HiddenDimension, ...]
@@ -90,12 +90,6 @@ class Survey:
             {**asdict(d), "producers": ", ".join(d.producers), "consumers": ", ".join(d.consumers)}
             for d in self.dimensions
         ]
-
-    def __str__(self) -> str:
-        return str(self._sheet())
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
 
     def _sheet(self) -> Sheet:
         rows, cost = self.rows(), self.cost()

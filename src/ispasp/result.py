@@ -21,7 +21,7 @@ from ispasp._steps import Decisions, Work
 from ispasp.budget import Budget
 from ispasp.compensate.refit import Refit
 from ispasp.errors import SaveError
-from ispasp.report import Column, Sheet, change, figures, told
+from ispasp.report import Column, Printed, Sheet, change, figures, told
 from ispasp.report.html import html
 from ispasp.surgery.fold import Folding
 from ispasp.surgery.remove import plans_of
@@ -95,7 +95,7 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class Result(Printed):
     """The pruned model, its plan, cost and evidence. Print it, or show it in a notebook."""
 
     model: nn.Module = field(repr=False)
@@ -181,12 +181,6 @@ class Result:
     def plot(self) -> Any:
         """A matplotlib Figure: units before and after, and errors, layer by layer."""
         return figures.layers(self.rows(), f"{type(self.model).__name__}, pruned")
-
-    def __str__(self) -> str:
-        return str(self._sheet())
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
 
     def _sheet(self) -> Sheet:
         s, rows = self.settings, self.rows()
@@ -371,8 +365,8 @@ def _few_examples(done: Decisions) -> str:
     worst = max(short, key=lambda refit: refit.wanted)
     given = "1 example makes" if worst.examples == 1 else f"{worst.examples:,} examples make"
     return (
-        f"{given} {worst.rows:,} rows, fewer than the columns that {len(short)} of {len(done.refits)} layers are "
-        f"refitted by: about {worst.wanted:,} examples would do"
+        f"too few examples: {given} {worst.rows:,} rows, but {len(short)} of {len(done.refits)} layers have more "
+        f"columns to refit; pass about {worst.wanted:,} examples"
     )
 
 
@@ -386,5 +380,5 @@ def _unsteady(work: Work, done: Decisions) -> str:
     path = next((site.path for site in work.sites if site.number == number), "one")
     return (
         f"{len(fitted)} of {len(done.refits)} layers fit the calibration examples much better than new ones, {path} "
-        f"most of all (error {inside:.1%}, held out {outside:.1%}): about {worst.steady:,} examples would do"
+        f"most of all (error {inside:.1%}, held out {outside:.1%}): pass about {worst.steady:,} examples"
     )

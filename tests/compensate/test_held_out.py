@@ -91,8 +91,8 @@ def test_a_fit_that_is_worse_on_new_examples_is_left_alone() -> None:
 def test_too_few_examples_are_told(net: nn.Module) -> None:
     result = ispasp.prune(net, [torch.randn(8, 16).double()], 0.5, progress=False)
     assert result.advice == (
-        "8 examples make 8 rows, fewer than the columns that 1 of 1 layers are refitted by: "
-        "about 320 examples would do",
+        "too few examples: 8 examples make 8 rows, but 1 of 1 layers have more columns to refit; "
+        "pass about 320 examples",
     )
     assert result.advice[0] in " ".join(str(result).split())
     assert ispasp.prune(net, [torch.randn(640, 16).double()], 0.5, progress=False).advice == ()

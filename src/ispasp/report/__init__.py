@@ -2,6 +2,6 @@
 
 from ispasp.report.figures import new_figure
 from ispasp.report.progress import track
-from ispasp.report.tables import Column, Sheet, change, render, told
+from ispasp.report.tables import Column, Printed, Sheet, change, render, told
 
-__all__ = ["Column", "Sheet", "change", "new_figure", "render", "told", "track"]
+__all__ = ["Column", "Printed", "Sheet", "change", "new_figure", "render", "told", "track"]

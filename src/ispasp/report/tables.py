@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -160,6 +161,19 @@ class Sheet:
             lines = "".join(f"<li>{escape(text)}</li>" for text in remarks)
             parts.append(f"<details><summary>{escape(heading)}</summary><ul>{lines}</ul></details>")
         return visible(f"<div>{''.join(parts)}</div>")
+
+
+class Printed(ABC):
+    """An object that prints itself as a sheet: text in a terminal, a table in a notebook."""
+
+    @abstractmethod
+    def _sheet(self) -> Sheet: ...
+
+    def __str__(self) -> str:
+        return str(self._sheet())
+
+    def _repr_html_(self) -> str:
+        return self._sheet().html()
 
 
 def _html_table(rows: Iterable[Iterable[str]]) -> str:

@@ -63,13 +63,11 @@ def compose(first: Kept, one: Structure, second: Kept, two: Structure) -> tuple[
         tuple(dict.fromkeys((*one.biases, *two.biases))),
         tuple(dict.fromkeys((*one.folded, *two.folded))),
     )
-    return {name: _both(part, first, second) for part, name in names.items()}, structure
-
-
-def _both(part: Part, first: Kept, second: Kept) -> tuple[int, ...]:
-    """Positions of a part of the dense axis that both plans keep."""
-    positions = torch.nonzero(kept_mask(part[0], first)).flatten()
-    return tuple(positions[kept_mask(part[1], second)].tolist())
+    kept: Units = {}
+    for (before, after), name in names.items():
+        positions = torch.nonzero(kept_mask(before, first)).flatten()
+        kept[name] = tuple(positions[kept_mask(after, second)].tolist())
+    return kept, structure
 
 
 def _tensor_axes(first: Kept, second: Kept, name: str, dense: TensorLayout, pruned: TensorLayout | None) -> list[Axis]:

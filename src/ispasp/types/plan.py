@@ -9,7 +9,7 @@ from typing import Any
 
 from ispasp.errors import PlanError
 from ispasp.files.reading import parsed
-from ispasp.report import Column, Sheet, change
+from ispasp.report import Column, Printed, Sheet, change
 from ispasp.types.compose import compose
 from ispasp.types.dimension import Attribute, Extent, Structure, TensorLayout, WeightNorm, full_length
 
@@ -19,7 +19,7 @@ _FACTORS = 64  # most factors of one product; no tensor has more axes
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """Hidden dimension name -> kept unit indices, with the structure of the model it was made for.
 
     Decided first, applied later: `ispasp.apply_(model, plan)`. Dimensions that are not named stay whole. One without
@@ -68,12 +68,6 @@ class Plan:
             {"name": name, "units": units, "kept": len(self.kept.get(name, range(units)))}
             for name, units in self.structure.units.items()
         ]
-
-    def __str__(self) -> str:
-        return str(self._sheet())
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
 
     def _sheet(self) -> Sheet:
         rows = [{**row, "which": _spans(self.kept.get(row["name"]))} for row in self.rows()]
