@@ -80,7 +80,7 @@ class LatencyResult:
 
     @property
     def speedup(self) -> float:
-        """How many times faster the pruned model is."""
+        """Speed-up of the pruned model."""
         return self.dense / self.pruned
 
     @property
@@ -98,7 +98,7 @@ class LatencyResult:
         )
 
     def advice(self) -> list[str]:
-        """What to know about it: not faster, off the target, or too noisy to tell."""
+        """Caveats: not faster, off the target, or too noisy to tell."""
         found = []
         if self.pruned >= self.dense:
             found.append(f"the pruned model is not faster than the dense one ({self.speedup:.2f}x): {self.reason}")
@@ -133,7 +133,7 @@ def timed_pair(
 
 
 def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
-    """What is timed: a call of the model, ready to run."""
+    """A call of the model, ready to be timed."""
     args, kwargs = call_arguments(batch)
     if runtime == "onnx":
         with failing_as(InputError, "the model cannot be timed in ONNX Runtime", "try runtime='eager'"):
@@ -246,7 +246,7 @@ class Op:
         return [{name: range(n)} for n in grid], [{name: range(n)} for n in probes]
 
     def arguments(self, kept: Kept) -> dict[str, Any]:
-        """What the op is called with at these widths, tensors as `Spec`s."""
+        """The arguments of the op at these widths, tensors as `Spec`s."""
 
         def spec(node: fx.Node) -> Spec:
             weight, axes = self.values[node]
@@ -498,7 +498,7 @@ class Stopwatch:
 
 
 def _of_first_rank(team: Team, measure: Callable[[], Sequence[float]]) -> list[float]:
-    """What rank 0 measures, on all ranks: ranks of one machine would disturb each other."""
+    """Measure on rank 0 for all ranks: ranks of one machine would disturb each other."""
     with team.together("the measuring of latency"):
         found = measure() if team.rank == 0 else []
     values = team.same({"times": torch.tensor(found, dtype=torch.float64, device="cpu")})["times"]

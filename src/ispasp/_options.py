@@ -328,7 +328,7 @@ class Inputs:
 
     @property
     def timed(self) -> Batch:
-        """What a `Latency` budget is measured on: the first examples of the first batch."""
+        """The batch to measure a `Latency` budget on: the first examples of the first batch."""
         wanted = getattr(self._options.keep, "batch", 1)
         batch, size = first_of(self.first, wanted), count_examples(self.first)
         if size < wanted:

@@ -313,7 +313,7 @@ def _facts_of_survey(work: Work) -> dict[str, Any]:
 
 # Widths ---------------------------------------------------------------------------------------------------------
 def _stopwatch(work: Work) -> Stopwatch | None:
-    """What a latency is measured by, where the budget is one."""
+    """The stopwatch of a `Latency` budget; None for other budgets."""
     keep = work.options.keep
     if not isinstance(keep, Latency):
         return None

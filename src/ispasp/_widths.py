@@ -46,12 +46,12 @@ class Curves:
     order: Mapping[str, tuple[int, ...]]
 
     def kept(self, name: str, width: int) -> tuple[int, ...]:
-        """Returns the units that stay at a width."""
+        """The units that stay at a width."""
         return tuple(sorted(self.order[name][:width]))
 
 
 def sample_of(batch: Batch, examples: int) -> Batch:
-    """Returns an eighth of so many examples from a batch, but at least 32 of them, or 1,024 tokens.
+    """Take an eighth of `examples` from a batch, but at least 32 examples or 1,024 tokens.
 
     >>> len(sample_of(torch.ones(256, 3), 1024)), len(sample_of(torch.ones(256, 3), 64))
     (128, 32)
@@ -268,7 +268,7 @@ class _Judge:
         self._dense: list[Any] = []
 
     def best(self, candidates: Sequence[dict[str, int]]) -> tuple[dict[str, int], float]:
-        """Returns the candidate with the least divergence."""
+        """The candidate with the least divergence."""
         errors = [self.divergence(each) for each in candidates]
         return candidates[int(np.argmin(errors))], min(errors)
 

@@ -111,7 +111,7 @@ class Result(Printed):
     scores: Scores | None = None
     """Scores by `evaluate`, before and after."""
     agreement: Agreement | None = None
-    """How often the pruned model predicts what the dense one does."""
+    """Agreement of the pruned model's predictions with the dense one's."""
     whole: tuple[Whole, ...] = ()
     """Hidden dimensions that a budget, `keep` or `skip` left whole."""
     healed: HealResult | None = None

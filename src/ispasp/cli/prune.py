@@ -187,7 +187,7 @@ def augment_of(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HealOptions:
-    """How to heal: `ispasp.Heal`. Any of these asks for it."""
+    """Options of `ispasp.Heal`. Any of them turns healing on."""
 
     heal: bool = o.opt(False, _HEAL, "Train the pruned model towards the dense one, without labels.", "--heal")
     heal_time: float | None = o.opt(None, _HEAL, "Seconds at most. Without a limit: about 20 epochs.", min=1)

@@ -107,7 +107,7 @@ class Fit:
         self.error = float((W[R] * self._B[R]).sum())  # of the set it was made for
 
     def scores(self, units: int) -> Tensor:
-        """What each unit costs or saves, 0 for those that are not read here. (units,)"""
+        """Cost or gain of each unit, 0 for those that are not read here. (units,)"""
         n, b = len(self.units), self._b
         D = self._D.reshape(n, b, n, b).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (n, b, b)
         D = torch.where(self._kept[:, None, None], -D, D)
@@ -130,7 +130,7 @@ class Fit:
 
 
 def total_scores(fits: Sequence[Fit], units: int) -> Tensor:
-    """What each unit costs or saves in all fits together. (units,)"""
+    """Cost or gain of each unit in all fits together. (units,)"""
     return torch.stack([fit.scores(units) for fit in fits]).sum(0)
 
 

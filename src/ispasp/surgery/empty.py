@@ -74,6 +74,6 @@ _EMPTY: Mapping[type[nn.Module], type[nn.Module]] = {
 
 
 def empty_class(layer: nn.Module) -> type[nn.Module] | None:
-    """Returns the class that runs with this layer's tensors, where they are empty and its own class does not."""
+    """The class that runs with this layer's empty tensors, if its own class does not."""
     tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
     return _EMPTY.get(type(layer)) if any(tensor.ndim and not tensor.numel() for tensor in tensors) else None

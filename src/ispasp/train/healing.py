@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass
 class Place:
-    """How far a run has come. A checkpoint stores it."""
+    """Progress of a run, as a checkpoint stores it."""
 
     step: int = 0
     stage: int = 0

@@ -138,7 +138,7 @@ class WeightNorm:
 
 @dataclass(frozen=True)
 class Structure:
-    """How the units of a model's hidden dimensions lie in its tensors and attributes."""
+    """Layout of a model's units in its tensors and attributes."""
 
     model: str
     units: Mapping[str, int]
