@@ -122,6 +122,21 @@ def test_finds_a_rate(dense: Net, pruned: nn.Module, images: Tensor) -> None:
     assert min(apart for _, apart in result.history) == result.after
 
 
+def test_the_sizes_of_weights_do_not_matter() -> None:
+    """A ReLU network is the same function with one layer eight times larger and the next one eight times smaller."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(6, 24, bias=False), nn.ReLU(), nn.Linear(24, 3, bias=False))
+    student = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
+    scaled = copy.deepcopy(student)
+    with torch.no_grad():
+        scaled[0].weight *= 8
+        scaled[2].weight /= 8
+    images = torch.randn(128, 6)
+    plain, other = (heal(net, teacher, images, Heal(steps=40), progress=False) for net in (student, scaled))
+    assert plain.gained > 0.1
+    assert other.after == pytest.approx(plain.after, rel=1e-3)
+
+
 def test_the_same_again(dense: Net, pruned: nn.Module, images: Tensor) -> None:
     other = copy.deepcopy(pruned)
     for model in (pruned, other):

@@ -127,8 +127,11 @@ class Healing:
         return {name: p for name, p in self._parameters.items() if name in names}
 
     # Training ---------------------------------------------------------------------------------------------------
-    def run(self, store: Store | None, saved: Parts) -> None:
-        """Train through all stages, from the `saved` state of a checkpoint. The student ends in its best state."""
+    def run(self, store: Store | None, saved: Parts, scales: Mapping[str, float]) -> None:
+        """Train through all stages, from the `saved` state of a checkpoint. The student ends in its best state.
+
+        `scales` of the learning rate, by parameter; 1 for the others.
+        """
         at = self.at
         while at.stage < len(at.stages):
             stage, now = at.stages[at.stage], saved.get("now", {})
@@ -137,7 +140,8 @@ class Healing:
                 name: p.detach() if p.dtype in _PRECISE else now.get(name, p.detach()).float()
                 for name, p in self.trained(stage.block).items()
             }
-            optimizer = torch.optim.Adam(precise.values(), betas=_BETAS)
+            groups = [{"params": [value], "scale": scales.get(name, 1.0)} for name, value in precise.items()]
+            optimizer = torch.optim.Adam(groups, betas=_BETAS)
             restore_optimizer(optimizer, saved.get("optimizer", {}))
             saved = {}
             self._stage(stage, precise, optimizer, store)
@@ -173,7 +177,7 @@ class Healing:
         position = self._position(stage)
         while position < end:
             for group in optimizer.param_groups:
-                group["lr"] = stage.lr_at(position)
+                group["lr"] = group["scale"] * stage.lr_at(position)
             yield self._step(stage.block, precise, optimizer)
             position = self._position(stage)
             if position < end:
