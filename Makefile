@@ -72,7 +72,7 @@ $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml $(VENV)/torch.stamp
-	$(PIP) --editable '.[dev,vision,transformers,onnx]'
+	$(PIP) --editable '.[dev,vision,transformers,onnx,gguf]'
 	touch $@
 
 clean:                            ## remove the virtual environment and caches

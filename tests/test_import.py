@@ -5,7 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("matplotlib", "accelerate", "sklearn", "torchvision", "timm", "transformers", "onnx", "onnxruntime", "typer")
+HEAVY = (
+    "matplotlib",
+    "accelerate",
+    "sklearn",
+    "torchvision",
+    "timm",
+    "transformers",
+    "onnx",
+    "onnxruntime",
+    "gguf",
+    "typer",
+)
 
 
 def test_a_fresh_process_loads_little_and_finds_every_name() -> None:

@@ -7,6 +7,7 @@ from ispasp import errors, select, train
 from ispasp._apply import apply_, mask
 from ispasp._compare import compare, compare_methods
 from ispasp._finetune import finetune
+from ispasp._gguf import export_gguf
 from ispasp._heal import Heal, HealResult, heal
 from ispasp._keep import recipes
 from ispasp._latency import LatencyResult
@@ -38,6 +39,7 @@ __all__ = [
     "compare",
     "compare_methods",
     "errors",
+    "export_gguf",
     "export_onnx",
     "finetune",
     "heal",

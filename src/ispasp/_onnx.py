@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,19 @@ _LIMIT = 2**31 - 2**20  # protobuf ends at 2 GiB: larger weights go to a file be
 
 
 def export_onnx(
-    model: nn.Module, batch: Batch, path: str | os.PathLike[str], *, opset: int | None = None, tolerance: float = 1e-4
+    model: nn.Module,
+    batch: Batch,
+    path: str | os.PathLike[str],
+    *,
+    opset: int | None = None,
+    tolerance: float = 1e-4,
+    dynamic: bool | Literal["batch"] = True,
 ) -> float:
     """Write the model as ONNX and return the relative error of onnxruntime's output against torch's.
 
-    `batch` is one batch, as for `survey`; a wrapped model is written without its wrapper. The first axis of the
-    batch's tensors becomes the dynamic axis "batch" if the file then agrees with torch on one and on two copies of the
-    batch; otherwise the export is for the batch's own shapes.
+    `batch` is one batch, as for `survey`; a wrapped model is written without its wrapper. The first axis of the batch's
+    tensors has the dynamic size "batch", the second axis of token ids and their masks "sequence"; the file is compared
+    with torch at two other shapes as well. `dynamic="batch"` leaves the sequence fixed, `dynamic=False` all shapes.
     The model runs in eval mode, and its own mode is restored. Weights are inside the file, from 2 GiB on beside it in
     `<path>.data`. An error above `tolerance` raises `ExportError` and writes nothing; float16 needs about 1e-2.
 
@@ -40,6 +46,8 @@ def export_onnx(
     ...     export_onnx(nn.Linear(4, 2), torch.ones(3, 4), f"{folder}/model.onnx") < 1e-4
     True
     """
+    if dynamic not in (True, False, "batch"):
+        raise InputError(f'dynamic={dynamic!r}: pass True, "batch" or False')
     if not tolerance >= 0:
         raise InputError(f"tolerance={tolerance}: pass a relative error >= 0, such as 1e-4")
     with one_at_a_time(), plain(model) as inner:
@@ -48,22 +56,23 @@ def export_onnx(
                 importlib.import_module(name)
             except ImportError as error:
                 raise MissingExtraError(f"exporting to ONNX needs {name}: pip install 'ispasp[onnx]'") from error
-        return _write(inner, _in_order(inner, one_batch(inner, batch)), Path(path), opset, tolerance)
+        return _write(inner, _in_order(inner, one_batch(inner, batch)), Path(path), opset, tolerance, dynamic)
 
 
-def _write(model: nn.Module, batch: Batch, path: Path, opset: int | None, tolerance: float) -> float:
-    twice = _doubled(batch)
+def _write(
+    model: nn.Module, batch: Batch, path: Path, opset: int | None, tolerance: float, dynamic: bool | str
+) -> float:
+    axes = _axes(batch, dynamic)
+    others = [_resized(batch, axes, 2, shorter=2), _resized(batch, axes, 3, shorter=1)] if axes else []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with workspace(path.parent) as fresh, quiet(*_TALKATIVE):
-            made = fresh / path.name
-            error = None if twice is None else _try_dynamic(model, batch, twice, made, opset, tolerance)
-            if error is None:
-                error = _export(model, batch, made, opset, None, [batch])
+            error = _export(model, batch, others, axes, fresh / path.name, opset)
             if not error <= tolerance:
                 raise ExportError(
                     f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}; nothing was "
                     "written: export in float32 (model.float()), try another opset, or pass a higher tolerance"
+                    f"{' or dynamic=False' if axes else ''}"
                 )
             for file in fresh.iterdir():  # the model, and its .data beyond 2 GiB
                 file.replace(path.parent / file.name)
@@ -71,12 +80,21 @@ def _write(model: nn.Module, batch: Batch, path: Path, opset: int | None, tolera
         raise
     except Exception as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        empty = next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)
-        remedy = "Check that model(batch) runs and torch.export takes it; try another opset, or model.float()"
-        if empty is not None:
-            remedy = f"{empty!r} has no units left, which ONNX does not allow everywhere: keep at least one of them"
-        raise ExportError(f"cannot export {type(model).__name__} to {path}: {reason[:300]}. {remedy}") from problem
+        raise ExportError(
+            f"cannot export {type(model).__name__} to {path}: {reason[:300]}. {_remedy(model, axes)}"
+        ) from problem
     return error
+
+
+def _remedy(model: nn.Module, axes: dict[int, str]) -> str:
+    empty = next((name for name, tensor in model.named_parameters() if not tensor.numel()), None)
+    if empty is not None:
+        return f"{empty!r} has no units left, which ONNX does not allow everywhere: keep at least one of them"
+    if len(axes) > 1:
+        return 'It may not take texts of any length: pass dynamic="batch", or dynamic=False for the shapes of the batch'
+    if axes:
+        return "It may not take batches of any size: pass dynamic=False for the shapes of the batch"
+    return "Check that model(batch) runs and torch.export takes it; try another opset, or model.float()"
 
 
 def _in_order(model: nn.Module, batch: Batch) -> Batch:
@@ -87,54 +105,57 @@ def _in_order(model: nn.Module, batch: Batch) -> Batch:
     return dict(sorted(batch.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
-def _rows(batch: Batch) -> int | None:
-    """The length of the first axis of the first tensor that has one."""
-    return next((t.shape[0] for t in tensors_of(call_arguments(batch)) if t.ndim and t.shape[0]), None)
+def _axes(batch: Batch, dynamic: bool | str) -> dict[int, str]:
+    """Names of the dynamic axes; no batch has one if no tensor has a first axis."""
+    tensors = tensors_of(call_arguments(batch)) if dynamic else []
+    axes = {0: "batch"} if _size(tensors, 0) else {}
+    ids = [t for t in tensors if t.ndim == 2 and not t.is_floating_point() and t.shape[1] > 1]
+    return axes | {1: "sequence"} if axes and ids and dynamic is True else axes
 
 
-def _batched(leaf: Any, rows: int | None) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+def _size(tensors: list[Tensor], axis: int) -> int | None:
+    """The length of an axis: of the first tensor that has one, for sequences of the first token ids."""
+    fitting = (t for t in tensors if t.ndim > axis and t.shape[axis] and not (axis and t.is_floating_point()))
+    return next((t.shape[axis] for t in fitting), None)
 
 
-def _doubled(batch: Batch) -> Batch:
-    """Two copies of the batch along its batch axis; None if it has none."""
-    rows = _rows(batch)
-    if rows is None:
-        return None
-    return pytree.tree_map(lambda leaf: torch.cat([leaf, leaf]) if _batched(leaf, rows) else leaf, batch)
+def _dynamic(leaf: Any, batch: Batch, axes: dict[int, str]) -> dict[int, str]:
+    """Which axes of one input are dynamic."""
+    tensors = tensors_of(call_arguments(batch))
+    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != _size(tensors, 0):
+        return {}
+    return {axis: name for axis, name in axes.items() if axis < leaf.ndim and leaf.shape[axis] == _size(tensors, axis)}
 
 
-def _try_dynamic(
-    model: nn.Module, batch: Batch, twice: Batch, path: Path, opset: int | None, tolerance: float
-) -> float | None:
-    """The error with a dynamic batch axis; None, and no file, if the model does not allow one."""
-    rows = _rows(twice)  # the batch itself may have one row, which torch.export takes for a constant
-    args, kwargs = pytree.tree_map(lambda leaf: {0: "batch"} if _batched(leaf, rows) else None, call_arguments(twice))
-    try:
-        error = _export(model, twice, path, opset, kwargs or args, [batch, twice])
-    except Exception:
-        error = float("inf")
-    if error <= tolerance:
-        return error
-    for file in path.parent.iterdir():
-        file.unlink()
-    return None
+def _resized(batch: Batch, axes: dict[int, str], copies: int, shorter: int) -> Batch:
+    """Copies of the batch along its batch axis, with sequences that lack their last tokens."""
+
+    def change(leaf: Any) -> Any:
+        found = _dynamic(leaf, batch, axes)
+        leaf = leaf[:, : max(1, leaf.shape[1] - shorter)] if 1 in found else leaf
+        return torch.cat([leaf] * copies) if found else leaf
+
+    return pytree.tree_map(change, batch)
 
 
 def _export(
-    model: nn.Module, batch: Batch, path: Path, opset: int | None, dynamic_shapes: Any, checked: list[Batch]
+    model: nn.Module, batch: Batch, others: list[Batch], axes: dict[int, str], path: Path, opset: int | None
 ) -> float:
-    args, kwargs = call_arguments(batch)
+    # torch.export takes an axis of one row for a constant.
+    sample = _resized(batch, axes, 2, shorter=0)
+    args, kwargs = call_arguments(sample)
+    shapes = pytree.tree_map(lambda leaf: _dynamic(leaf, sample, axes) or None, kwargs or args) if axes else None
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     options: dict[str, Any] = {"opset_version": opset, "external_data": size > _LIMIT, "verbose": False}
     with evaluating(model):
-        torch.onnx.export(model, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes, **options)
+        torch.onnx.export(model, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, **options)
     importlib.import_module("onnx.checker").check_model(str(path))
     runtime = importlib.import_module("onnxruntime")
     settings = runtime.SessionOptions()
     settings.log_severity_level = 4  # fatal: errors are raised anyway
     session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    return max(relative_error(_run(session, batch), [t.cpu() for t in output_of(model, batch)]) for batch in checked)
+    checked = [batch, *others]
+    return max(relative_error(_run(session, each), [t.cpu() for t in output_of(model, each)]) for each in checked)
 
 
 def _run(session: Any, batch: Batch) -> list[Tensor]:

@@ -76,9 +76,10 @@ def test_pruned_bert(runtime: Any, tmp_path: Path) -> None:
     batch = {"attention_mask": mask, "input_ids": ids}  # not in the order of the forward
     model = pruned(BertForSequenceClassification(BertConfig(**ENCODER)).eval(), batch)
     assert export_onnx(model, batch, tmp_path / "bert.onnx") < 1e-4
-    many = {name: torch.cat([x, x, x])[:5] for name, x in batch.items()}
-    (found,) = run(runtime, tmp_path / "bert.onnx", many)
-    torch.testing.assert_close(found, output_of(model, many)[0], rtol=1e-4, atol=1e-5)
+    for rows, length in ((5, 8), (1, 3), (3, 11)):
+        many = {name: torch.cat([x, x, x])[:rows].repeat(1, 2)[:, :length] for name, x in batch.items()}
+        (found,) = run(runtime, tmp_path / "bert.onnx", many)
+        torch.testing.assert_close(found, output_of(model, many)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_batch_axis_that_cannot_be_dynamic(runtime: Any, tmp_path: Path) -> None:
@@ -86,13 +87,31 @@ def test_batch_axis_that_cannot_be_dynamic(runtime: Any, tmp_path: Path) -> None
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.reshape(2, 4))
 
-    assert export_onnx(Fixed(4, 3), torch.ones(2, 4), tmp_path / "fixed.onnx") < 1e-5
+    with pytest.raises(ExportError, match="may not take batches of any size: pass dynamic=False"):
+        export_onnx(Fixed(4, 3), torch.ones(2, 4), tmp_path / "fixed.onnx")
+    assert not list(tmp_path.iterdir())
+    assert export_onnx(Fixed(4, 3), torch.ones(2, 4), tmp_path / "fixed.onnx", dynamic=False) < 1e-5
     assert runtime.InferenceSession(str(tmp_path / "fixed.onnx")).get_inputs()[0].shape == [2, 4]
+
+
+def test_sequences_of_any_length(runtime: Any, tmp_path: Path) -> None:
+    model, ids = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), torch.arange(10).view(2, 5) % 9
+    shapes: dict[Any, list[Any]] = {True: ["batch", "sequence"], "batch": ["batch", 5], False: [2, 5]}
+    for dynamic, shape in shapes.items():
+        assert export_onnx(model, ids, tmp_path / "model.onnx", dynamic=dynamic) < 1e-5
+        assert runtime.InferenceSession(str(tmp_path / "model.onnx")).get_inputs()[0].shape == shape
+
+
+def test_table_of_fixed_columns(runtime: Any, tmp_path: Path) -> None:
+    model, ids = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)), torch.arange(10).view(2, 5) % 9
+    with pytest.raises(ExportError, match='may not take texts of any length: pass dynamic="batch"'):
+        export_onnx(model, ids, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    assert export_onnx(model, ids, tmp_path / "model.onnx", dynamic="batch") < 1e-5
 
 
 def test_mismatch_leaves_no_file(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = module._run
-    monkeypatch.setattr(module, "_doubled", lambda _: None)  # one export, not two
     monkeypatch.setattr(module, "_run", lambda *args: [1.01 * y for y in real(*args)])
     path = tmp_path / "model.onnx"
     with pytest.raises(ExportError, match=r"differs from torch by 1.0e-02, more than tolerance=1.0e-04"):
@@ -117,6 +136,8 @@ def test_model_that_cannot_be_exported(runtime: Any, tmp_path: Path) -> None:
 def test_bad_input(runtime: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tolerance=-1"):
         export_onnx(nn.Linear(4, 2), torch.ones(3, 4), tmp_path / "model.onnx", tolerance=-1)
+    with pytest.raises(InputError, match="dynamic=2: pass True"):
+        export_onnx(nn.Linear(4, 2), torch.ones(3, 4), tmp_path / "model.onnx", dynamic=2)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"pass a torch\.nn\.Module"):
         export_onnx("model", torch.ones(3, 4), tmp_path / "model.onnx")  # type: ignore[arg-type]
 

@@ -15,9 +15,8 @@ from torch import nn
 
 import ispasp
 
-ABSENT = (
-    "ispasp_lab accelerate matplotlib sklearn torchvision timm transformers onnx onnxscript onnxruntime PIL".split()
-)
+ABSENT = "ispasp_lab accelerate matplotlib sklearn torchvision timm transformers onnx onnxscript onnxruntime".split()
+ABSENT += ["gguf", "PIL"]
 FACTORY = """
 from torch import nn
 
@@ -52,6 +51,7 @@ def library() -> None:
     assert_needs("train", lambda: ispasp.finetune(again, [(x, torch.zeros(16, dtype=torch.long))]))
     assert_needs("plot", result.plot)
     assert_needs("onnx", lambda: ispasp.export_onnx(result.model, x, "model.onnx"))
+    assert_needs("gguf", lambda: ispasp.export_gguf(result, "model.gguf"))
 
 
 def assert_needs(extra: str, call: Callable[[], object]) -> None:

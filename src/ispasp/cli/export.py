@@ -1,8 +1,9 @@
-"""`ispasp export`: ONNX, checked with onnxruntime."""
+"""`ispasp export`: ONNX, checked with onnxruntime, or GGUF for llama.cpp."""
 
 from __future__ import annotations
 
 import importlib
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,32 +12,66 @@ import typer
 import ispasp
 from ispasp.cli import options as o
 from ispasp.cli.data import load_sample
+from ispasp.cli.loaded import Loaded
 from ispasp.cli.models import ModelOptions
 from ispasp.errors import InputError
+
+
+class Format(Enum):
+    """What to write."""
+
+    ONNX = "onnx"
+    GGUF = "gguf"
+
+
+class Precision(Enum):
+    """Numbers of a GGUF file."""
+
+    F16 = "f16"
+    F32 = "f32"
 
 
 @o.grouped
 def export(
     model: ModelOptions,
-    path: Annotated[Path, typer.Argument(help="File to write, such as model.onnx.")],
+    path: Annotated[Path, typer.Argument(help="File to write, such as model.onnx or model.gguf.")],
     sample: o.Sample,
+    to: Annotated[Format | None, o.option(None, "Format. Default: gguf for a file named .gguf, else onnx.")] = None,
+    dtype: Annotated[Precision, o.option(None, "Numbers of a GGUF file.")] = Precision.F16,
+    static: Annotated[bool, o.option(None, "ONNX for the shapes of the sample only.", "--static")] = False,
     opset: Annotated[int | None, o.option(None, "ONNX opset. Default: the exporter's.", min=1)] = None,
-    tolerance: Annotated[float, o.option(None, "Largest relative error of onnxruntime's output.")] = 1e-4,
+    tolerance: Annotated[
+        float | None, o.option(None, "Largest relative error. Default: 1e-4, for f16 2e-2.", show_default=False)
+    ] = None,
     force: Annotated[bool, o.option(None, "Overwrite an existing file.", "--force")] = False,
 ) -> None:
-    """Write a model, dense or pruned, as ONNX, and check that onnxruntime computes the same."""
+    """Write a model, dense or pruned, as ONNX or GGUF, and check that the file computes the same."""
+    kind = to or (Format.GGUF if path.suffix == ".gguf" else Format.ONNX)
     if path.is_dir():
-        raise InputError(f"{path} is a folder: pass a file in it, such as {path / 'model.onnx'}")
+        raise InputError(f"{path} is a folder: pass a file in it, such as {path / f'model.{kind.value}'}")
     if path.exists() and not force:
         raise InputError(f"{path} exists: pass another file, or --force to overwrite it")
     o.writable(path.parent, name="")
     loaded = model.load()
     o.warn(loaded.warnings)
     o.LOG.debug("exporting %s", model.model)
+    if kind is Format.GGUF:
+        folder = (
+            loaded.tokenizer if loaded.tokenizer and (Path(loaded.tokenizer) / "tokenizer.json").is_file() else None
+        )
+        if folder is None:
+            o.warn([f"no tokenizer.json beside the model: {path} has no tokenizer."])
+        error = ispasp.export_gguf(loaded.model, path, tokenizer=folder, dtype=dtype.value, tolerance=tolerance)
+    else:
+        error = _onnx(loaded, sample, path, opset, 1e-4 if tolerance is None else tolerance, dynamic=not static)
+    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); its output differs from torch's by {error:.0e}")
+
+
+def _onnx(loaded: Loaded, sample: o.Sample, path: Path, opset: int | None, tolerance: float, *, dynamic: bool) -> float:
     batch = load_sample(loaded, sample)
-    error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance)
+    error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance, dynamic=dynamic)
     onnx = importlib.import_module("onnx")
     written = next(s.version for s in onnx.load(path, load_external_data=False).opset_import if not s.domain)
     if opset not in (None, written):
         o.warn([f"the exporter cannot write opset {opset}: {path} has opset {written}."])
-    typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); onnxruntime differs from torch by {error:.0e}")
+    return error

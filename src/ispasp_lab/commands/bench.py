@@ -103,6 +103,26 @@ def surgery(
 
 
 @bench.command()
+def runtimes(
+    network: Annotated[
+        list[str] | None, typer.Option(help="A name of the zoo, such as torchvision/resnet18; may be repeated.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A runtime, such as OpenVINO; may be repeated. Default: all.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write, e.g. docs/results/runtimes.md.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Pruned networks in torch.compile, torch.export, ONNX Runtime, llama.cpp, OpenVINO and ExecuTorch."""
+    from ispasp_lab.benchmarks import runtimes as experiment
+
+    rows = experiment.run(network or experiment.NETWORKS, only or tuple(experiment.RUNTIMES))
+    if out is not None:
+        out.write_text(experiment.as_markdown(rows))
+    _show(experiment, rows, as_json)
+
+
+@bench.command()
 def recipes(as_json: Json = False) -> None:
     """Count MACs of the paper's recipes, beside the printed numbers and for other readings of its text."""
     from ispasp_lab.benchmarks import recipes as experiment
