@@ -474,7 +474,7 @@ class Stopwatch:
 
         dense, pruned, *spreads = _of_first_rank(self._work.team, measure)
         where = count_examples(self._batch), keep.runtime_name, torch.get_num_threads()
-        predicted, target = 1e3 * about.seconds(widths), 1e3 * keep.seconds(1e-3 * dense)
+        predicted, target = dense * about.seconds(widths) / about.dense, 1e3 * keep.seconds(1e-3 * dense)
         plain = LatencyResult(dense, pruned, spreads[0], spreads[1], *where)
         found = replace(plain, predicted=predicted, target=target, corrected=self.corrected, reason=self._reason())
         if found.pruned >= found.dense and widths:
