@@ -102,7 +102,8 @@ def output_curves(work: Work, found: Curves, batch: Batch) -> Curves:
 
     Costs one to three passes of the batch from each dimension on: half a pass each, on average.
     """
-    fractions = _WIDTHS if len(work.counts) <= _MANY else _WIDTHS[:1]
+    blocks = sum(d.name in work.counts for d in work.survey.dimensions if not d.stream)  # alike in scope="all"
+    fractions = _WIDTHS if blocks <= _MANY else _WIDTHS[:1]
     points: dict[str, list[tuple[int, float]]] = {name: [] for name in work.counts}
     with work.team.together("the divergences of the output"):
         dense = Runner(work.graphs.of(batch), batch, work.tensors, Edits()).output()
