@@ -200,7 +200,10 @@ _NOTE = (
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """The page `docs/results/runtimes.md`."""
-    lines = ["# Runtimes of pruned networks", "", "Made by `ispasp bench runtimes --out docs/results/runtimes.md`.", ""]
+    networks = dict.fromkeys(row.network for row in rows)
+    some = "" if tuple(networks) == NETWORKS else "".join(f" --network {name}" for name in networks)
+    made = f"Made by `ispasp bench runtimes{some} --out docs/results/runtimes.md`."
+    lines = ["# Runtimes of pruned networks", "", made, ""]
     lines += [_NOTE, "", "| network | plan | runtime | version | error | speed of dense | why not |", "|" + "---|" * 7]
     for row in rows:
         error = "" if row.error is None else f"{row.error:.0e}"
