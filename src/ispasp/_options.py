@@ -58,6 +58,7 @@ from ispasp.types.plan import Plan
 
 Compensate = Literal["local", "dense"] | None
 Refitted = Literal["consumers", "all"]
+Bias = Literal["auto", "add", "keep"]
 P = ParamSpec("P")
 R = TypeVar("R")
 Order = Literal["sequential", "oneshot", "global"]
@@ -90,6 +91,8 @@ class Options:
     memory: int | None = None
     ridge: float | None = None
     refit: Refitted = "consumers"
+    bias: Bias = "auto"
+    uniform: bool = False
     evaluate: Evaluate | None = None
     hold_out: bool = True
     timeout: float = 600.0
@@ -102,10 +105,10 @@ class Options:
         for name, valid, remedy in self._checks():
             if not valid:
                 raise InputError(f"{name}={getattr(self, name)!r}: {remedy}")
-        if self.order == "global" and (self.round_to or isinstance(self.keep, Budget)):
+        if self.order == "global" and (self.round_to or self.uniform or isinstance(self.keep, Budget)):
             raise InputError(
                 "order='global' ranks units of all hidden dimensions together, so it cannot promise widths: leave out "
-                "round_to and budgets, or choose another order"
+                "round_to, uniform and budgets, or choose another order"
             )
         selector(self.method)
 
@@ -122,6 +125,9 @@ class Options:
             ("compensate", self.compensate in (None, "local", "dense"), "choose None, 'local' or 'dense'"),
             ("order", self.order in get_args(Order), "choose 'sequential' (as the paper), 'oneshot' or 'global'"),
             ("refit", self.refit == "consumers" or dense, "choose 'consumers', or 'all' with compensate='dense'"),
+            ("bias", self.bias in get_args(Bias), "choose 'add', 'keep' or 'auto'"),
+            ("uniform", isinstance(self.uniform, bool), "pass True or False"),
+            ("uniform", not (self.uniform and isinstance(self.keep, Latency)), "Latency chooses widths by what is fast"),
             ("round_to", self.round_to is None or whole(self.round_to), "pass a whole number such as 8, or None"),
             ("examples", some, "pass a number of examples, None for all, or 'auto'"),
             ("ridge", self.ridge is None or positive(self.ridge), f"pass a positive number, such as {RIDGE}, or None"),
@@ -138,6 +144,11 @@ class Options:
         ]
 
     @property
+    def adds_biases(self) -> bool:
+        """Whether compensation may give a layer a bias that it did not have."""
+        return self.bias == "add" or (self.bias == "auto" and not self.uniform)
+
+    @property
     def walks(self) -> bool:
         """Whether all batches walk through the network in lockstep, and so are kept in memory."""
         return self.order == "sequential" or self.compensate == "dense" or bool(self.heal)
@@ -150,8 +161,10 @@ class Options:
 
     def described(self) -> dict[str, Any]:
         """The settings and software versions, as JSON values."""
-        named = "compensate order scope search least round_to recalibrate memory ridge refit hold_out".split()
-        plain = {name: int(v) if is_integer(v := getattr(self, name)) else v for name in named}  # numpy's numbers too
+        named = "compensate order scope search least round_to recalibrate memory ridge refit bias uniform hold_out"
+        plain = {
+            name: int(v) if is_integer(v := getattr(self, name)) else v for name in named.split()
+        }  # numpy's numbers too
         lists = {"kinds": list(self.kinds), "skip": [str(each) for each in self.skip]}
         versions = {"ispasp": ispasp.__version__, "torch": torch.__version__, "python": platform.python_version()}
         return {"method": str(self.method), "keep": _described(self.keep), **plain, **lists, "versions": versions}

@@ -15,11 +15,11 @@ from ispasp._finetune_between import pruned_between
 from ispasp._heal import Heal, HealResult, healed
 from ispasp._keep import Keep, Widths, prunable, widths
 from ispasp._latency import Stopwatch
-from ispasp._options import Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
+from ispasp._options import Bias, Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
 from ispasp._proof import Expected, MaskedNetwork, compared, expect, look_closer
 from ispasp._steps import Decisions, Work, decide
 from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
-from ispasp._widths import budget_widths, error_curves, narrowest, output_curves, sample_of
+from ispasp._widths import budget_widths, error_curves, narrowest, output_curves, sample_of, uniform_widths
 from ispasp.budget import Budget, Latency
 from ispasp.engine.batches import InputOf, Limit, signature
 from ispasp.engine.graphs import TracedGraphs, named_tensors
@@ -68,6 +68,8 @@ def prune(
     memory: int | None = None,
     ridge: float | None = None,
     refit: Refitted = "consumers",
+    bias: Bias = "auto",
+    uniform: bool = False,
     evaluate: Evaluate | None = None,
     hold_out: bool = True,
     timeout: float = 600.0,
@@ -112,6 +114,10 @@ def prune(
       hold_out     hold out about an eighth of the examples, if there are 32 or more, to judge the pruned model by
       memory       bytes that waiting activations may take; beyond that, batches are run again for every layer
       refit        "consumers" of pruned units, or "all" layers from the first of them on (slower, a little better)
+      bias         "add" lets compensation give layers a bias that they did not have; "keep" does not; "auto" keeps
+                   with uniform=True, else adds
+      uniform      a budget keeps the same fraction of every hidden dimension, so that the config of a Hugging Face model
+                   can say the widths and plain `from_pretrained` opens it
       ridge        of the refit, relative to the mean variance of the inputs; None chooses it for each consumer by the
                    error on held-out examples, half of every batch
       timeout      seconds to wait for other ranks (torch.distributed)
@@ -150,6 +156,8 @@ def prune_(
     memory: int | None = None,
     ridge: float | None = None,
     refit: Refitted = "consumers",
+    bias: Bias = "auto",
+    uniform: bool = False,
     evaluate: Evaluate | None = None,
     hold_out: bool = True,
     timeout: float = 600.0,
@@ -326,6 +334,8 @@ def _widths(work: Work, clock: Stopwatch | None) -> Widths:
     o, dimensions = work.options, work.survey.dimensions
     if isinstance(o.keep, Budget):
         whole = work.keeping({d.name: d.units for d in prunable(dimensions, o.skip)})
+        if o.uniform:
+            return Widths(uniform_widths(whole, o.keep), {})
         batch = sample_of(work.inputs.first, work.inputs.examples)
         found = output_curves(whole, error_curves(whole, batch), batch)
         counts = budget_widths(whole, found, clock.budget if clock else o.keep, batch)

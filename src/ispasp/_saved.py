@@ -14,7 +14,7 @@ import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ class Saved:
     texts: Mapping[str, str]  # by file name
     ties: Mapping[str, str]  # name -> the name that its tensor is stored under
     unsaved: Mapping[str, torch.dtype]  # of buffers
+    zeros: tuple[str, ...]  # tensors that only the published config asks for
     salt: str
 
     def tensors(self, limit: int) -> dict[str, Tensor]:
@@ -53,6 +54,7 @@ class Saved:
         tensors = self.file.tensors(limit)
         if self.file.metadata.get("tensors_sha256") != digest(tensors, self.salt):
             raise _changed(self.path)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in self.zeros}
         for name, stored in self.ties.items():
             if name in tensors or stored not in tensors:
                 raise _damaged(self.path, f"{name!r} is tied to {stored!r}")
@@ -70,7 +72,7 @@ def opened_save(folder: str | os.PathLike[str]) -> Iterator[Saved]:
         raise SaveError(f"{folder} has no {WEIGHTS}: pass a folder that ispasp.save finished writing")
     with opened(path) as file:
         header = file.metadata
-        form, version, about = header.get("format"), header.get("version"), header.get("about", "")
+        form, version, about = writer(header), header.get("version"), header.get("about", "")
         if form != FORMAT:
             raise SaveError(f"{path} was not written by ispasp (format {form!r}): pass a folder that ispasp.save wrote")
         if version != _VERSION:
@@ -80,15 +82,31 @@ def opened_save(folder: str | os.PathLike[str]) -> Iterator[Saved]:
             plan = Plan.from_json(texts[PLAN])
         except PlanError as error:
             raise PlanError(f"{folder}: {error}") from None
-        yield Saved(path, file, plan, texts, *_ties_and_unsaved(about, path), header["texts_sha256"])
+        zeros = tuple(header.get("zeros", "").split())
+        yield Saved(path, file, plan, texts, *_ties_and_unsaved(about, path), zeros, header["texts_sha256"])
+
+
+def writer(header: Mapping[str, str]) -> str | None:
+    """The library that wrote a file, by its metadata."""
+    return header.get("writer", header.get("format"))
 
 
 def metadata(
-    texts: Mapping[str, str], ties: Mapping[str, str], unsaved: Mapping[str, str], tensors: Mapping[str, Tensor]
+    texts: Mapping[str, str],
+    ties: Mapping[str, str],
+    unsaved: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    published: str = "",
+    zeros: Iterable[str] = (),
 ) -> dict[str, str]:
-    """The metadata of `model.safetensors`. `texts`: file name -> text of the plan and the configs."""
+    """The metadata of `model.safetensors`. `texts`: file name -> text of the plan and the configs.
+
+    `published` is the `config.json` of a folder that transformers opens, and `zeros` the tensors added for it.
+    """
     header = {COPIES[name]: text for name, text in texts.items()}
     header |= {"format": FORMAT, "version": _VERSION, "about": json.dumps({"ties": ties, "unsaved": unsaved})}
+    if published:
+        header |= {"format": "pt", "writer": FORMAT, "published": published, "zeros": " ".join(sorted(zeros))}
     salt = checksum(header)
     return header | {"texts_sha256": salt, "tensors_sha256": digest(tensors, salt)}
 
@@ -104,7 +122,7 @@ def _texts(header: Mapping[str, str], folder: Path) -> dict[str, str]:
     if header.get("texts_sha256") != checksum(header) or PLAN not in texts:
         raise _changed(folder / WEIGHTS)
     for name, text in texts.items():
-        path, data = folder / name, text.encode()
+        path, data = folder / name, (header.get("published", text) if name == CONFIG else text).encode()
         if is_regular(path) and (path.stat().st_size != len(data) or read_bytes(path) != data):
             message = f"{path} is not the one that {WEIGHTS} was saved with, and is ignored: save the model again"
             warnings.warn(message, stacklevel=5)  # the caller of load

@@ -103,7 +103,9 @@ class Work:
 
     def slot(self, site: Site) -> Slot:
         """Where the new weights of a site are stored."""
-        return slot(site, self.graphs, self.model, self.tensors)
+        found = slot(site, self.graphs, self.model, self.tensors)
+        keeps = found.into == "new bias" and not self.options.adds_biases
+        return Slot(found.weight, why_not="bias='keep' adds none") if keeps else found
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,19 +5,35 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import shutil
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ispasp._saved import CONFIG, COPIES, FILES, FORMAT, GENERATION, PLAN, WEIGHTS, Saved, build, metadata, opened_save
+from ispasp._card import CARD, card, options_text, replaces
+from ispasp._huggingface import CODE, Opening, openings
+from ispasp._saved import (
+    CONFIG,
+    COPIES,
+    FILES,
+    FORMAT,
+    GENERATION,
+    PLAN,
+    WEIGHTS,
+    Saved,
+    build,
+    metadata,
+    opened_save,
+    writer,
+)
 from ispasp.errors import InputError, IspaspError, PlanError, SaveError
-from ispasp.files.reading import folder_path, opened
+from ispasp.files.reading import folder_path, is_regular, opened, read_bytes
 from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
 from ispasp.graph.state import plain
 from ispasp.surgery.remove import (
@@ -39,6 +55,28 @@ _HEADER = 2**27  # bytes of names and metadata
 _AS_SAVED = "build the dense model as it was when saved"
 
 
+_BESIDE = (  # files of tokenizers and processors, which from_pretrained expects beside the model
+    "added_tokens.json chat_template.jinja merges.txt preprocessor_config.json processor_config.json "
+    "sentencepiece.bpe.model special_tokens_map.json spiece.model tokenizer.json tokenizer.model "
+    "tokenizer_config.json vocab.json vocab.txt"
+).split()
+if TYPE_CHECKING:
+    _Path = Path
+else:
+    _Path = type(Path())
+
+
+class SavedFolder(_Path):
+    """The folder that `save` wrote, as a `Path`.
+
+    `way` is "plain" (`from_pretrained` opens it), "code" (with `trust_remote_code=True`) or "ispasp" (`ispasp.load`
+    alone). `note` says that in a sentence, and why it is not a simpler one.
+    """
+
+    way: str = "ispasp"
+    note: str = ""
+
+
 class _ModelWithPlan(Protocol):
     """A pruned model and the plan that made it, such as a `Result`."""
 
@@ -55,14 +93,19 @@ def save(
     *,
     overwrite: bool = False,
     from_dense: bool = True,
-) -> Path:
+    example: Any = None,
+) -> SavedFolder:
     """Write a pruned model and its plan to a folder; returns the folder.
 
     Takes the result of `prune`, or a model pruned by `apply_` and its `plan`, as two arguments or a tuple. Writes
-    `model.safetensors` (parameters and persistent buffers, tied ones once) and `plan.json`; for a Hugging Face model
-    also `config.json` (of the dense model) and `generation_config.json`. All or nothing, even if the process is killed.
-    An earlier save is replaced and other files in the folder stay; a dense checkpoint or config of the same name is
-    replaced only with `overwrite=True`. Saving a model twice gives the same bytes.
+    `model.safetensors` (parameters and persistent buffers, tied ones once) and `plan.json`. All or nothing, even if the
+    process is killed. An earlier save is replaced and other files in the folder stay; a dense checkpoint or config of
+    the same name is replaced only with `overwrite=True`. Saving a model twice gives the same bytes.
+
+    A Hugging Face model also gets `config.json`, `generation_config.json`, `README.md` and the files of its tokenizer,
+    and opens without ispasp where it can: with `from_pretrained` if a config can say the widths, else by code in the
+    folder (`trust_remote_code=True`). What is written is opened, and must give the same outputs, before it is kept:
+    `example` is the batch for that, unless a result has one. The folder returned says which way it took, `.note`.
 
     A model that was pruned several times is saved with all its plans as one, so that it loads on the dense model;
     `from_dense=False` writes only the last plan, which fits the model that it was made for.
@@ -77,8 +120,10 @@ def save(
     ...     torch.equal(load(path, build())(x), model(x))
     True
     """
-    model, plan = _model_and_plan(model, plan)
+    given = model
+    model, plan = _model_and_plan(given, plan)
     folder = folder_path(folder)
+    example = getattr(given, "example", None) if example is None else example
     try:
         with plain(model) as inner:
             plan = _whole(inner, plan) if from_dense else plan
@@ -86,14 +131,19 @@ def save(
             make_folder(folder)
             _check_ours(folder, overwrite)
             with workspace(folder) as fresh:
-                _write(inner, plan, fresh)
+                opening = _write(inner, plan, fresh, example)
+                if opening is not None:
+                    _write_beside(inner, plan, opening, given, fresh, folder)
                 _publish(fresh, folder)
     except IspaspError:
         raise
     except (OSError, SafetensorError, ValueError, RuntimeError, TypeError) as error:
         remedy = "choose a folder that can be written, on a disk that is not full"
         raise SaveError(f"cannot save {type(model).__name__} to {folder} ({error}): {remedy}") from error
-    return folder
+    saved = SavedFolder(folder)
+    saved.way, call = ("ispasp", "ispasp.load(folder, model)") if opening is None else (opening.way, str(opening))
+    saved.note = f"opens with {call}" if opening is None else call
+    return saved
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -210,7 +260,7 @@ def _check_pruned(model: nn.Module, plan: Plan) -> None:
 
 
 def _check_ours(folder: Path, overwrite: bool) -> None:
-    found = [name for name in FILES if os.path.lexists(folder / name)]
+    found = [name for name in (*FILES, CODE) if os.path.lexists(folder / name)]
     for name in found:
         if (folder / name).is_dir():
             raise SaveError(f"{folder / name} is a folder, not a file: choose another folder")
@@ -218,7 +268,7 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
         return
     try:
         with opened(folder / WEIGHTS) as file:
-            ours = file.metadata.get("format") == FORMAT
+            ours = writer(file.metadata) == FORMAT
     except SaveError:
         ours = False
     if not ours:
@@ -227,22 +277,34 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _write(model: nn.Module, plan: Plan, folder: Path) -> None:
-    texts = {PLAN: plan.to_json()}
+def _write(model: nn.Module, plan: Plan, folder: Path, example: Any) -> Opening | None:
+    """Write everything into a fresh folder. Returns how a Hugging Face model opens."""
+    texts, opening = {PLAN: plan.to_json()}, None
+    tensors, ties, unsaved = _tensors(model)
+
+    def write(way: Opening) -> Path:
+        """Write the model for one way to open it, over what was written for another."""
+        files = {**texts, CONFIG: way.config or texts.get(CONFIG, ""), CODE: way.code}
+        for name, text in files.items():
+            write_bytes(folder / name, text.encode()) if text else (folder / name).unlink(missing_ok=True)
+        every = {**tensors, **way.zeros}
+        write_tensors(folder / WEIGHTS, every, metadata(texts, ties, unsaved, every, way.config, way.zeros))
+        return folder
+
     if hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained"):
-        _write_configs(model, plan, folder)
+        config = _write_configs(model, plan, folder)
         configs = (name for name in (CONFIG, GENERATION) if (folder / name).exists())
         texts |= {name: (folder / name).read_text(encoding="utf-8") for name in configs}
-    for name, text in texts.items():
-        write_bytes(folder / name, text.encode())
-    tensors, ties, unsaved = _tensors(model)
-    write_tensors(folder / WEIGHTS, tensors, metadata(texts, ties, unsaved, tensors))
+        opening = openings(model, plan, config, write, example)
+    if opening is None or opening.way == "ispasp":
+        write(opening or Opening("ispasp"))
     with opened(folder / WEIGHTS):
         pass  # never publish a file that safetensors cannot read, such as one with too large a header
+    return opening
 
 
-def _write_configs(model: Any, plan: Plan, folder: Path) -> None:
-    """Write the dense config of a Hugging Face model, without importing transformers."""
+def _write_configs(model: Any, plan: Plan, folder: Path) -> Any:
+    """Write the dense config of a Hugging Face model, without importing transformers. Returns the config."""
     holder: Any = nn.Module()
     holder.config = copy.deepcopy(model.config)
     for attribute in plan.structure.attributes:
@@ -253,6 +315,18 @@ def _write_configs(model: Any, plan: Plan, folder: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
+    return holder.config
+
+
+def _write_beside(model: Any, plan: Plan, opening: Opening, given: Any, fresh: Path, folder: Path) -> None:
+    """Write the model card, and copy the tokenizer of a model that came from a local folder."""
+    if replaces(folder / CARD):
+        facts, settings = getattr(given, "facts", list), getattr(given, "settings", {})
+        write_bytes(fresh / CARD, card(model, plan, opening, facts(), options_text(settings)).encode())
+    source = Path(str(getattr(model.config, "_name_or_path", "") or "no folder"))
+    for name in _BESIDE if (source / CONFIG).is_file() else ():
+        if is_regular(source / name) and not os.path.lexists(folder / name):
+            shutil.copyfile(source / name, fresh / name)
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
@@ -278,11 +352,19 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[
 
 
 def _publish(fresh: Path, folder: Path) -> None:
-    """Move the new files into place. The first move decides: before it the old save loads, after it the new one."""
+    """Move the new files into place. The first move decides: before it the old save loads, after it the new one.
+
+    transformers never sees new weights with an old config: that one goes first, and the new one comes last.
+    """
+    old, new = (read_bytes(path / CONFIG) if is_regular(path / CONFIG) else b"" for path in (folder, fresh))
+    if old and old != new:
+        (folder / CONFIG).unlink()
     publish(fresh / WEIGHTS, folder / WEIGHTS)
+    name = WEIGHTS
     try:
-        for name in COPIES:
-            if (fresh / name).exists():
+        found = {path.name for path in fresh.iterdir() if path.is_file()}
+        for name in sorted({*found, *COPIES, CODE} - {WEIGHTS}, key=lambda name: (name == CONFIG, name)):
+            if name in found:
                 publish(fresh / name, folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)

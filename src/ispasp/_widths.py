@@ -168,13 +168,8 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
     limit = budget.limit(work.survey.cost())
     if budget.count(work.survey.costs, {}) <= limit:
         return {}
-    gained = _new_biases(work) if isinstance(budget, Params) else []
-    step = work.options.round_to
+    count, step = _counter(work, budget), work.options.round_to
     liked = {n: c for n in found.curves if (c := budget.choices(n, work.units[n], step)) is not None}
-
-    def count(widths: Mapping[str, int]) -> int:
-        kept = {name: range(width) for name, width in widths.items()}
-        return budget.count(work.survey.costs, widths) + sum(kept_length(extent, kept) for extent in gained)
 
     def spend(curves: Mapping[str, Curve], least: Mapping[str, int] | None = None) -> dict[str, int]:
         counts = allocate(curves, count, limit, round_to=step, least=least, allowed=liked)
@@ -194,6 +189,23 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
     start, _ = judges[0].best(candidates)
     best = _search(work, found, spend, judges, start)
     return {name: width for name, width in best.items() if width < work.units[name]}
+
+
+def uniform_widths(work: Work, budget: Budget) -> dict[str, int]:
+    """The widths of a budget that leaves the same fraction of every hidden dimension."""
+    found = _uniform(work, {}, _counter(work, budget), budget.limit(work.survey.cost()))
+    return {name: width for name, width in found.items() if width < work.units[name]}
+
+
+def _counter(work: Work, budget: Budget) -> Callable[[Mapping[str, int]], int]:
+    """Returns the function that counts what a budget limits, new biases among it."""
+    gained = _new_biases(work) if isinstance(budget, Params) else []
+
+    def count(widths: Mapping[str, int]) -> int:
+        kept = {name: range(width) for name, width in widths.items()}
+        return budget.count(work.survey.costs, widths) + sum(kept_length(extent, kept) for extent in gained)
+
+    return count
 
 
 def _search(
@@ -291,7 +303,7 @@ class _Judge:
 
 def _new_biases(work: Work) -> list[Extent]:
     """Outputs of every layer that may gain a bias by compensation: they count as well."""
-    if not work.options.compensate:
+    if not work.options.compensate or not work.options.adds_biases:
         return []
     behind = dropwhile(lambda site: not site.names, work.stations)  # nothing is lost before the first consumer
     gaining = [site for site in behind if work.slot(site).into == "new bias"]

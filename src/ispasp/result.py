@@ -18,6 +18,7 @@ from ispasp._heal import HealResult
 from ispasp._keep import Widths, prunable
 from ispasp._latency import LatencyResult
 from ispasp._steps import Decisions, Work
+from ispasp._store import SavedFolder, save
 from ispasp.budget import Budget
 from ispasp.compensate.refit import Refit
 from ispasp.errors import SaveError
@@ -118,6 +119,8 @@ class Result(Printed):
     """The result of healing."""
     latency: LatencyResult | None = None
     """Time of a call before and after, where `keep` is a `Latency`."""
+    example: Any = field(default=None, repr=False)
+    """A small calibration batch, which `save` compares outputs on."""
 
     @property
     def plan_from_dense(self) -> Plan:
@@ -169,6 +172,10 @@ class Result(Printed):
         }
         return json.dumps(record)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> SavedFolder:
+        """Write a folder that `from_pretrained` opens, where it can: `ispasp.save`. Returns it, `.note` says how."""
+        return save(self, folder, overwrite=overwrite)
+
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as one HTML page that opens offline, without scripts. Returns its path."""
         page = html(json.loads(self.to_json()), self.curves)
@@ -187,9 +194,10 @@ class Result(Printed):
         options = f"method {s['method']}, keep={s['keep']}, {s['order']}, compensate={s['compensate']}"
         shown = [{**row, "kept": "all" if row["kept"] == row["units"] else f"{row['kept']:,}"} for row in rows]
         title = f"{type(self.model).__name__}, pruned: {options}"
-        return Sheet(title, self._facts(), _columns(rows), shown, self._remarks())
+        return Sheet(title, self.facts(), _columns(rows), shown, self._remarks())
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
+        """What it cost and what was measured, as names and texts."""
         c = self.cost
         facts = [("parameters", change(c.dense_params, c.params)), ("MACs", change(c.dense_macs, c.macs))]
         facts += [("latency", str(self.latency))] if self.latency else []
@@ -281,6 +289,7 @@ def result_of(
         _left_whole(work, {*work.counts, *unread}),
         gain,
         latency,
+        work.example,
     )
 
 

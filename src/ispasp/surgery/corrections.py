@@ -130,7 +130,7 @@ def is_builtin(module: nn.Module) -> bool:
 def _options(around: str, path: str, module: nn.Module, structure: Structure, kept: Kept) -> list[Attribute]:
     """Integers of a module that equal the dense size of an axis with units in the tensors around it."""
     sizes: dict[int, list[Extent]] = {}
-    for extent in _extents(around, structure, kept):
+    for extent in parts_of(around, structure, kept):
         known = sizes.setdefault(full_length(extent), [])
         if all(kept_length(extent, kept) != kept_length(other, kept) for other in known):
             known.append(extent)
@@ -138,7 +138,7 @@ def _options(around: str, path: str, module: nn.Module, structure: Structure, ke
     return sorted(found, key=lambda option: (not _LIKELY.search(option.name), "." in option.name))
 
 
-def _extents(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
+def parts_of(path: str, structure: Structure, kept: Kept) -> Iterator[Extent]:
     """Yield axes with hidden dimensions, their segments, and the first, last and single factors of these."""
     prefix = f"{path}." if path else ""
     for name, layout in structure.tensors.items():
