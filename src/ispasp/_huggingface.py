@@ -1,7 +1,7 @@
 """Folders that transformers opens without ispasp: by a config that says the widths, else by code in the folder.
 
 Everything is found by trial, nothing by the name of a model. A field of the config is changed if layers that are built
-from it then have the sizes of the pruned ones. What is written is opened, and must give the outputs of the pruned model.
+from it then have the sizes of the pruned ones. What is written is opened, and must give the pruned model's outputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from ispasp.types.plan import Plan
 CODE = "modeling_pruned.py"
 _TABLE = "pruned_widths"
 _PIN = "head_dim"  # transformers' name for the size of a head; models derive it from others where it is not given
+_ALLOW = "allow_global_per_layer_attribute_access"
 _TRIALS = 200  # of two fields at once
 _ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 1e-1}  # else 1e-5
 Shapes = Mapping[str, tuple[int, ...]]
@@ -94,9 +95,11 @@ class _Family:
             return "transformers is not installed here"
         for cls in type(model).__mro__:
             if getattr(transformers, cls.__name__, None) is cls and cls is not transformers.PreTrainedModel:
-                dense = {key: value for key, value in config.to_dict().items() if key not in (_TABLE, "auto_map")}
+                ours = (_TABLE, "auto_map", "per_layer_config", _ALLOW) if hasattr(config, _TABLE) else ()
+                dense = {key: value for key, value in config.to_dict().items() if key not in ours}
                 dense |= {"architectures": [cls.__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-                return _Family(model, cls, dense, transformers)
+                family = _Family(model, cls, dense, transformers)
+                return family if family.shapes(dense) else f"{cls.__name__} cannot be built from its config"
         return f"{type(model).__name__} is not a class of transformers"
 
     @property
@@ -136,20 +139,16 @@ class _Family:
         mine.sort(key=lambda name: (name == "AutoModelForPreTraining", name))
         name = mine[0] if mine else self.cls.__name__
         if code and not mine:
-            found, name = (
-                [*((a, c) for a, c in found if a != "AutoModel"), ("AutoModel", self.cls.__name__)],
-                "AutoModel",
-            )
+            name = "AutoModel"
+            found = [*(row for row in found if row[0] != name), (name, self.cls.__name__)]
         return f"{name}.from_pretrained(folder{', trust_remote_code=True' if code else ''})", found
 
     # A config that says it --------------------------------------------------------------------------------------
 
     def plain(self, plan: Plan) -> Iterator[Opening | str]:
         """Yields the dense config with other numbers, from which transformers builds the pruned sizes."""
-        wanted, dense = _shapes(self.model), self.shapes(self.dense)
-        if dense is None:
-            yield f"{self.cls.__name__} cannot be built from its config"
-        elif uneven := _uneven(wanted, dense):
+        wanted = _shapes(self.model)
+        if uneven := _uneven(wanted, self.shapes(self.dense) or {}):
             yield f"layers have different widths, as {uneven}"
         else:
             for found in self.searches(list(_moves(self.dense, plan)), wanted):
@@ -212,7 +211,10 @@ class _Family:
         layers = self.layers(plan, example)
         if layers:
             shared = {name: value for each in layers.values() for name, value in each.items() if name not in self.dense}
-            yield self.with_code({**self.dense, **shared, "per_layer_config": layers, _TABLE: table})
+            config = {**self.dense, **shared, "per_layer_config": layers, _TABLE: table}
+            for more in ({}, {_ALLOW: True}):  # some configs check what they forbid
+                with suppress(Exception):
+                    yield self.with_code({**config, **more})
         yield self.with_code({**self.dense, _TABLE: table})
 
     def layers(self, plan: Plan, example: Any) -> dict[str, Config]:
@@ -287,7 +289,7 @@ class _Family:
         how = "with the code in the folder" if opening.code else "by its config"
         options = {"attn_implementation": getattr(self.model.config, "_attn_implementation", None), "dtype": "auto"}
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), _quiet(self.transformers.utils.logging):
                 opened, told = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
             opened = opened.to(next(self.model.parameters()).device)
             if unlike := [key for key, names in told.items() if names]:
@@ -407,6 +409,20 @@ def _uneven(wanted: Shapes, dense: Shapes) -> str:
             if seen.setdefault((like, dense[name]), shape) != shape:
                 return like
     return ""
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Without progress bars and reports of transformers."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _dummy(model: Any) -> Any:

@@ -127,7 +127,11 @@ class Options:
             ("refit", self.refit == "consumers" or dense, "choose 'consumers', or 'all' with compensate='dense'"),
             ("bias", self.bias in get_args(Bias), "choose 'add', 'keep' or 'auto'"),
             ("uniform", isinstance(self.uniform, bool), "pass True or False"),
-            ("uniform", not (self.uniform and isinstance(self.keep, Latency)), "Latency chooses widths by what is fast"),
+            (
+                "uniform",
+                not (self.uniform and isinstance(self.keep, Latency)),
+                "Latency chooses widths by what is fast",
+            ),
             ("round_to", self.round_to is None or whole(self.round_to), "pass a whole number such as 8, or None"),
             ("examples", some, "pass a number of examples, None for all, or 'auto'"),
             ("ridge", self.ridge is None or positive(self.ridge), f"pass a positive number, such as {RIDGE}, or None"),

@@ -116,8 +116,8 @@ def prune(
       refit        "consumers" of pruned units, or "all" layers from the first of them on (slower, a little better)
       bias         "add" lets compensation give layers a bias that they did not have; "keep" does not; "auto" keeps
                    with uniform=True, else adds
-      uniform      a budget keeps the same fraction of every hidden dimension, so that the config of a Hugging Face model
-                   can say the widths and plain `from_pretrained` opens it
+      uniform      a budget keeps the same fraction of every hidden dimension, so that a Hugging Face config can say the
+                   widths and plain `from_pretrained` opens the saved model
       ridge        of the refit, relative to the mean variance of the inputs; None chooses it for each consumer by the
                    error on held-out examples, half of every batch
       timeout      seconds to wait for other ranks (torch.distributed)

@@ -363,7 +363,8 @@ def _publish(fresh: Path, folder: Path) -> None:
     name = WEIGHTS
     try:
         found = {path.name for path in fresh.iterdir() if path.is_file()}
-        for name in sorted({*found, *COPIES, CODE} - {WEIGHTS}, key=lambda name: (name == CONFIG, name)):
+        ours = {*COPIES, CODE, *([CARD] if replaces(folder / CARD) else [])}
+        for name in sorted((found | ours) - {WEIGHTS}, key=lambda name: (name == CONFIG, name)):
             if name in found:
                 publish(fresh / name, folder / name)
             else:

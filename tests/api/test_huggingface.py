@@ -16,6 +16,7 @@ import ispasp
 from ispasp import _huggingface
 from ispasp._card import MARK
 from ispasp.integrations.torchvision import import_torchvision
+from ispasp_lab.data import data_folder
 
 import_torchvision()
 transformers = pytest.importorskip("transformers")
@@ -186,7 +187,7 @@ def test_without_an_example_text_and_images_are_made_up(tmp_path: Path) -> None:
 def test_results_write_a_card(tmp_path: Path) -> None:
     model = dense("llama")
     model.config._name_or_path = "some|one/<b>"
-    result = ispasp.prune(model, [{"input_ids": IDS}], bias="keep", progress=False)
+    result = ispasp.prune(model, [{"input_ids": IDS}], bias="keep", ridge=0.01, progress=False)
     assert not result.plan.structure.biases
     folder = result.save_pretrained(tmp_path)
     assert folder.way == "plain"
@@ -200,7 +201,7 @@ def test_results_write_a_card(tmp_path: Path) -> None:
 
 def test_biases_that_the_config_has(tmp_path: Path) -> None:
     """Llama's `mlp_bias` and `attention_bias` add more of them than were gained: the others are zeros."""
-    result = ispasp.prune(dense("llama"), [{"input_ids": IDS}], bias="add", progress=False)
+    result = ispasp.prune(dense("llama"), [{"input_ids": IDS}], bias="add", ridge=0.01, progress=False)
     assert result.plan.structure.biases
     folder = ispasp.save(result, tmp_path)
     assert folder.way == "plain"
@@ -248,12 +249,17 @@ except ImportError:
 """
 USE = """
 import json
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 folder, out, expected = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 ids = torch.tensor(expected["ids"])
 tokens = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
 assert tokens.tolist() == expected["tokens"], tokens
+words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1").save_pretrained(folder)
+ask = pipeline("text-generation", model=folder, trust_remote_code=True)
+assert ask("w5", max_new_tokens=2)[0]["generated_text"].startswith("w5")
 rows = [{"input_ids": row, "labels": row} for row in ids]
 options = TrainingArguments(out + "/trained", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
 before = model.model.layers[0].mlp.down_proj.weight.clone()
@@ -286,9 +292,31 @@ def run_without_ispasp(code: str, *arguments: str, home: Path) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "keep"), [("plain", 0.5), ("code", {"*.0.*": 0.5, "*.1.mlp*": 7})])
 def test_in_a_process_without_ispasp(way: str, keep: Any, tmp_path: Path) -> None:
-    """generate, Trainer, save_pretrained and, where peft is installed, LoRA."""
+    """generate, pipeline, Trainer, save_pretrained and, where peft is installed, LoRA."""
     model, _, folder = saved("llama", tmp_path / "small", keep)
     assert folder.way == way
     tokens = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
     expected = json.dumps({"ids": IDS.tolist(), "tokens": tokens})
     assert "used" in run_without_ispasp(USE, str(folder), str(tmp_path), expected, home=tmp_path / "home")
+
+
+SMOLLM = data_folder() / "SmolLM2-135M"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SMOLLM.is_dir(), reason=f"{SMOLLM} is not there")
+def test_smollm2_opens_with_plain_transformers(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
+    ids = torch.arange(16).reshape(2, 8) + 100
+    plan = ispasp.survey(model, {"input_ids": ids}).plan(0.75)
+    folder = ispasp.save(ispasp.apply_(model, plan), tmp_path / "small", plan, example={"input_ids": ids})
+    assert folder.way == "plain" and (folder / "tokenizer.json").is_file()
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+    code = """
+import json
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(json.dumps(model.generate(torch.tensor(json.loads(sys.argv[2])), max_new_tokens=4, do_sample=False).tolist()))
+"""
+    found = run_without_ispasp(code, str(folder), json.dumps(ids.tolist()), home=tmp_path / "home")
+    assert json.loads(found.splitlines()[-1]) == tokens

@@ -128,10 +128,11 @@ def test_two_saves_are_the_same_bytes(tmp_path: Path) -> None:
     makers: tuple[Any, ...] = (pruned, bert.__wrapped__)  # which makes them anew
     for make in makers:
         models = make(4), make(4)
-        folders = [save(models[number % 2], tmp_path / f"{make.__name__}{number}") for number in range(6)]
+        names = [f"{make.__name__}{number}" for number in range(6 if make is pruned else 2)]
+        folders = [save(models[number % 2], tmp_path / name) for number, name in enumerate(names)]
         files = {tuple((path.name, path.read_bytes()) for path in sorted(folder.iterdir())) for folder in folders}
         assert len(files) == 1
-        assert len(next(iter(files))) == (2 if make is pruned else 3)
+        assert len(next(iter(files))) == (2 if make is pruned else 5)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

@@ -110,6 +110,7 @@ class AmountOptions:
         parser=recipe_of,
         autocompletion=o.completion(recipes),
     )
+    uniform: bool = o.opt(False, _AMOUNT, "Give all layers the same fraction of a budget.", "--uniform")
     round_to: int | None = o.opt(None, _AMOUNT, "Round widths to multiples of this, such as 8.", min=1)
 
     def amount(self) -> Any:
@@ -150,6 +151,9 @@ class HowOptions:
     )
     refit: Literal["consumers", "all"] = o.opt(
         "consumers", _HOW, "Consumers of pruned units, or all layers after them."
+    )
+    bias: Literal["auto", "add", "keep"] = o.opt(
+        "auto", _HOW, "Whether refits may add biases to layers without one. auto: unless --uniform."
     )
     ridge: float | None = o.opt(
         None, _HOW, "Ridge of compensation, relative to its inputs' variance. Default: chosen on held-out data."
@@ -272,11 +276,13 @@ def prune(
 def _chosen(amounts: AmountOptions, how: HowOptions, healing: HealOptions, what: WhatOptions) -> dict[str, Any]:
     """Return the options as `ispasp.prune` takes them."""
     same = {
-        name: getattr(how, name) for name in ("search", "least", "order", "refit", "ridge", "memory", "recalibrate")
+        name: getattr(how, name)
+        for name in ("search", "least", "order", "refit", "bias", "ridge", "memory", "recalibrate")
     }
     return same | {
         "keep": amounts.amount(),
         "round_to": amounts.round_to,
+        "uniform": amounts.uniform,
         "method": how.chosen(),
         "heal": healing.chosen(),
         "compensate": None if how.compensate == "none" else how.compensate,
@@ -316,7 +322,7 @@ def _loss(output: Any, batch: Any) -> Tensor:
 
 def _write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Path) -> None:
     o.LOG.debug("writing %s", out)
-    ispasp.save(result, out)
+    told["opens"] = ispasp.save(result, out).note
     try:
         (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
         (out / "report.html").write_text(html(told, result.curves), encoding="utf-8")
@@ -336,6 +342,7 @@ def _print(told: dict[str, Any], table: str, found: Examples, out: Path, *, as_j
     if "scored_on" in settings:
         typer.echo(f"scored on {settings['scored_on']}", err=as_json)
     o.warn(told["warnings"])
+    typer.echo(f"the folder {told['opens']}", err=as_json)
     typer.echo(f"wrote {out / 'report.html'}, plan.json, model.safetensors and {RESULT}", err=as_json)
 
 

@@ -123,6 +123,21 @@ def runtimes(
 
 
 @bench.command()
+def families(
+    only: Annotated[list[str] | None, typer.Option(help="A family, such as llama; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write, e.g. docs/results/families.md.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How saved transformers of many families open without ispasp."""
+    from ispasp_lab.benchmarks import families as experiment
+
+    rows = list(experiment.run(only or ()))
+    if out is not None:
+        experiment.write(rows, out)
+    _show(experiment, rows, as_json)
+
+
+@bench.command()
 def recipes(as_json: Json = False) -> None:
     """Count MACs of the paper's recipes, beside the printed numbers and for other readings of its text."""
     from ispasp_lab.benchmarks import recipes as experiment
