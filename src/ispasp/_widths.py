@@ -193,7 +193,7 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
 
 def uniform_widths(work: Work, budget: Budget) -> dict[str, int]:
     """The widths of a budget that leaves the same fraction of every hidden dimension."""
-    found = _uniform(work, {}, _counter(work, budget), budget.limit(work.survey.cost()))
+    found = _uniform(work, {}, _counter(work, budget), budget.limit(work.survey.cost()), {})
     return {name: width for name, width in found.items() if width < work.units[name]}
 
 
