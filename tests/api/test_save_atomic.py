@@ -115,7 +115,7 @@ def test_kill_at_every_step_of_the_first_save(tmp_path: Path) -> None:
             assert same(load(folder, Net()), new[0])
         except SaveError as error:
             assert died
-            assert "ispasp.save wrote" in str(error)
+            assert "that ispasp.save" in str(error)
         save(another, folder)
         assert not remains(folder)
         if not died:
