@@ -191,7 +191,7 @@ def _arch(kind: str, outer: dict[str, Tensor], layers: list[dict[str, Tensor]], 
         if not native:
             raise InputError(
                 "llama.cpp reads norms of queries and keys only in layers of one width, without new biases: prune all "
-                "layers to one width (keep=0.5) with compensate=None, or write the model with export_onnx"
+                "layers to one width (keep=0.5) with bias='keep', or write the model with export_onnx"
             )
         return "qwen3"
     if kind == "qwen2" and native and square:
