@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are forke
 SEEDS = {
     "networks": 1,
     "branches": 6,
-    "faults": 2,
+    "faults": 7,
     "files": 2,
     "processes": 4,
     "training": 5,
