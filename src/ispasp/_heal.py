@@ -257,7 +257,7 @@ def _rates(parameters: Mapping[str, Tensor]) -> dict[str, float]:
 
     A step changes every entry by about the rate. If the signs agree, the largest singular value of the change is rate x
     sqrt(rows x columns), while that of weights with root mean square w is about w x (sqrt(rows) + sqrt(columns)).
-    One rate for all matrices would change some by a third: those of MobileNetV2 differ by a factor of 90.
+    One rate for all matrices would change some by a quarter: the rates of MobileNetV2 differ by a factor of 90.
 
     >>> {name: round(rate, 4) for name, rate in _rates({"w": torch.ones(4, 9), "b": torch.ones(4)}).items()}
     {'w': 0.03}
