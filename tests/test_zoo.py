@@ -26,9 +26,8 @@ NOTHING = {  # networks in which nothing can go -> a part of the reason
 }
 PLAIN = [case.name for case in zoo.cases("plain") if case.name not in NOTHING]
 TORCHVISION = ["resnet18"]
-TIMM = ["mobilenetv2_050"]
 TRANSFORMERS = [
-    *("bert", "gpt2", "llama", "phi3", "mixtral", "t5", "mamba"),
+    *("bert", "gpt2", "llama", "mixtral", "t5"),
 ]
 # To `make test-long`: what is large, or much like one of the others.
 LARGE_TORCHVISION = [
@@ -39,17 +38,16 @@ LARGE_TORCHVISION = [
 LARGE_TIMM = [
     *("beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "edgenext_xx_small", "eva02_tiny_patch14_224"),
     *("ghostnet_050", "mixer_s32_224", "nf_regnet_b0", "skresnet18", "swin_tiny_patch4_window7_224", "tinynet_e"),
-    *("xcit_nano_12_p16_224", "resnetv2_18", "seresnet18", "vit_tiny_patch16_224"),
+    *("xcit_nano_12_p16_224", "mobilenetv2_050", "resnetv2_18", "seresnet18", "vit_tiny_patch16_224"),
 ]
 MORE_TRANSFORMERS = [
     *("roberta", "distilbert", "albert", "electra", "deit", "beit", "dinov2", "convnext", "resnet", "segformer", "opt"),
     *("gpt_neox", "mistral", "qwen2", "qwen3", "bart", "clip_vision", "modernbert", "vit", "mobilenet_v2", "bloom"),
-    *("gemma2", "whisper", "falcon_new", "clip", "deberta_v2", "swin", "wav2vec2"),
+    *("gemma2", "mamba", "phi3", "whisper", "falcon_new", "clip", "deberta_v2", "swin", "wav2vec2"),
 ]
 SMALLER = [
     *PLAIN,
     *(f"torchvision/{name}" for name in TORCHVISION),
-    *(f"timm/{name}" for name in TIMM),
     *(f"transformers/{name}" for name in TRANSFORMERS),
     *(pytest.param(f"torchvision/{name}", marks=pytest.mark.long) for name in LARGE_TORCHVISION),
     *(pytest.param(f"timm/{name}", marks=pytest.mark.long) for name in LARGE_TIMM),

@@ -167,6 +167,7 @@ def test_any_interruptions_with_any_recipe(
 KILLED: dict[str, Any] = {"accumulate": 2, "checkpoint_every": 1, "mixed_precision": "bf16", "epochs": 2.5}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_killed_and_interrupted_processes(tmp_path: Path) -> None:
     """kill -9 in the first epoch, Ctrl-C in the third, both between two batches of a step; then the rest."""

@@ -140,6 +140,7 @@ def test_code_for_layers_of_different_widths(tmp_path: Path) -> None:
         assert torch.equal(body(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
 
 
+@pytest.mark.long
 def test_outputs_that_differ_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then transformers refuses the folder, ispasp.load opens it, and the note says why."""
     monkeypatch.setattr(_huggingface, "relative_error", lambda found, expected: 0.5)
@@ -152,6 +153,7 @@ def test_outputs_that_differ_are_not_published(tmp_path: Path, monkeypatch: pyte
     assert same(ispasp.load(folder), model, {"input_ids": IDS})
 
 
+@pytest.mark.long
 def test_one_way_after_another_in_a_folder(tmp_path: Path) -> None:
     """What an earlier save left does not mix with the new one."""
     saved("llama", tmp_path, {"*.0.*": 0.5})

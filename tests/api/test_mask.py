@@ -84,6 +84,7 @@ def test_masking_equals_removing(name: str) -> None:
     assert distance(output(ispasp.apply_(model, plan), batch), seen) < 1e-5
 
 
+@pytest.mark.long
 @settings(fuzz, max_examples=max(EXAMPLES // 5, 1))
 @given(network=networks(), data=st.data())
 def test_random_networks(network: Network, data: st.DataObject) -> None:

@@ -82,6 +82,7 @@ def test_pruned_bert(runtime: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(found, output_of(model, many)[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_batch_axis_that_cannot_be_dynamic(runtime: Any, tmp_path: Path) -> None:
     class Fixed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -94,6 +95,7 @@ def test_batch_axis_that_cannot_be_dynamic(runtime: Any, tmp_path: Path) -> None
     assert runtime.InferenceSession(str(tmp_path / "fixed.onnx")).get_inputs()[0].shape == [2, 4]
 
 
+@pytest.mark.long
 def test_sequences_of_any_length(runtime: Any, tmp_path: Path) -> None:
     model, ids = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), torch.arange(10).view(2, 5) % 9
     shapes: dict[Any, list[Any]] = {True: ["batch", "sequence"], "batch": ["batch", 5], False: [2, 5]}
@@ -102,6 +104,7 @@ def test_sequences_of_any_length(runtime: Any, tmp_path: Path) -> None:
         assert runtime.InferenceSession(str(tmp_path / "model.onnx")).get_inputs()[0].shape == shape
 
 
+@pytest.mark.long
 def test_table_of_fixed_columns(runtime: Any, tmp_path: Path) -> None:
     model, ids = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)), torch.arange(10).view(2, 5) % 9
     with pytest.raises(ExportError, match='may not take texts of any length: pass dynamic="batch"'):

@@ -191,6 +191,7 @@ def test_a_failure_inside_the_forward_leaves_everything_as_it_was(at: str, error
     assert_same(state(model), before)
 
 
+@pytest.mark.long
 def test_after_a_failure_the_model_can_be_pruned() -> None:
     calls = count_calls()
     model = Net()

@@ -190,6 +190,7 @@ def test_a_budget_keeps_more_where_more_would_be_lost() -> None:
     assert set(range(15)) <= set(result.plan.kept["0"])
 
 
+@pytest.mark.long
 def test_a_recipe_is_a_keep() -> None:
     recipe = ispasp.recipes["mobilenet_v2-260M"]
     with torch.random.fork_rng(devices=[]):

@@ -185,7 +185,7 @@ def test_round_trip_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(folder.glob(".*")), "temporary files are gone"
 
 
-@pytest.mark.parametrize("name", ["cnn", "tied_lm", "bert", "llama"])
+@pytest.mark.parametrize("name", ["cnn", "tied_lm", pytest.param("bert", marks=pytest.mark.long), "llama"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dtype_of_the_file_is_taken_over(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, plan = pruned(name, dtype)
@@ -463,6 +463,7 @@ def test_hugging_face_folder_builds_the_dense_model(name: str, tmp_path: Path) -
         assert torch.equal(*ids)
 
 
+@pytest.mark.long
 def test_hugging_face_folder_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(pruned("bert"), tmp_path)
     path = tmp_path / "model.safetensors"

@@ -84,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[int], tuple[nn.Module, Plan]], Callable[[Path],
 
 
 @pytest.mark.filterwarnings("ignore:.*is not the one that:UserWarning")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", pytest.param("hugging face", marks=pytest.mark.long)])
 def test_kill_at_every_step_leaves_the_old_save_or_the_new_one(kind: str, tmp_path: Path) -> None:
     make, loaded = KINDS[kind]
     old, new = make(2), make(5)
@@ -124,6 +124,7 @@ def test_kill_at_every_step_of_the_first_save(tmp_path: Path) -> None:
     assert not died
 
 
+@pytest.mark.long
 def test_two_saves_are_the_same_bytes(tmp_path: Path) -> None:
     makers: tuple[Any, ...] = (pruned, bert.__wrapped__)  # which makes them anew
     for make in makers:

@@ -95,6 +95,7 @@ def test_applied_plans_compose_with_the_last_one_given(tmp_path: Path) -> None:
     assert distance(output(applied, X), output(model, X)) < 1e-6
 
 
+@pytest.mark.long
 @settings(fuzz, max_examples=max(EXAMPLES // 5, 1))
 @given(network=networks(), data=st.data())
 def test_random_networks(network: Network, data: st.DataObject) -> None:
@@ -122,6 +123,7 @@ def huggingface(name: str) -> nn.Module:
     return cls(cls.config_class(**(ENCODER if name.startswith("Bert") else DECODER)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "LlamaForCausalLM"])
 def test_hugging_face_folders_build_the_model(name: str, tmp_path: Path) -> None:
     batch = {"input_ids": torch.arange(16).view(2, 8), **({"use_cache": False} if "Llama" in name else {})}

@@ -176,6 +176,7 @@ def test_curves_may_begin_at_no_units() -> None:
     assert allocate({"a": curve, "b": other}, lambda w: w["a"] + w["b"], 21, least={"a": 1}) == {"a": 1, "b": 20}
 
 
+@pytest.mark.long
 def test_convolutions_of_width_zero_run_in_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs pip install 'ispasp[onnx]'")
     pytest.importorskip("onnxscript", reason="needs pip install 'ispasp[onnx]'")

@@ -44,6 +44,7 @@ def check(result: ispasp.Result) -> None:
     assert result.cost.params == sum(p.numel() for p in result.model.parameters())
 
 
+@pytest.mark.long
 @given(networks(), OPTIONS)
 @fuzz
 def test_random_networks(network: Network, options: dict[str, object]) -> None:

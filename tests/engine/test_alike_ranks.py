@@ -37,6 +37,7 @@ def seen(folder: Path, case: str) -> list[dict[str, Any]]:
     return [what[case] for what in found if case in what]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -77,11 +78,13 @@ def test_what_differs_is_named_on_every_rank(folder: Path, case: str, text: str)
         assert outcome["text"] == outcomes[0]["text"]
 
 
+@pytest.mark.long
 def test_other_weights_come_with_a_remedy(folder: Path) -> None:
     for outcome in seen(folder, "seed"):
         assert "torch.distributed.broadcast(t.data, 0)" in outcome["text"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "own", "text"),
     [
@@ -106,6 +109,7 @@ def test_a_failure_of_one_rank_is_heard_by_two_others(folder: Path, case: str, o
         assert text in outcome["text"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["well", "well between", "well tied", "tuned well"])
 def test_what_need_not_be_the_same_may_differ(folder: Path, case: str) -> None:
     outcomes = seen(folder, case)
@@ -113,6 +117,7 @@ def test_what_need_not_be_the_same_may_differ(folder: Path, case: str) -> None:
     assert all(outcome["facts"] == outcomes[0]["facts"] for outcome in outcomes)
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_noticed_by_two_others(folder: Path) -> None:
     outcomes = seen(folder, "killed")
     assert len(outcomes) == SIZE - 1

@@ -75,6 +75,7 @@ def process() -> list[Any]:
     ]
 
 
+@pytest.mark.long
 def test_four_threads_at_once_and_a_fifth_that_talks(monkeypatch: pytest.MonkeyPatch) -> None:
     out, log = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)

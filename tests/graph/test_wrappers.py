@@ -120,6 +120,7 @@ def test_mask(wrap: Callable[[nn.Module], nn.Module]) -> None:
     torch.testing.assert_close(wrapped(X), net()(X))
 
 
+@pytest.mark.long
 def test_export(tmp_path: Path) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name, reason="needs pip install 'ispasp[onnx]'")

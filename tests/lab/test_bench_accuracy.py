@@ -38,6 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_rows_are_measured_once_and_become_a_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = folder / "out"
     chosen = ["--way", "keep", "--size", "0.5", "--method", "l1", "--test", "20", "--heal-time", "0.2"]
@@ -67,6 +68,7 @@ def test_rows_are_measured_once_and_become_a_page(folder: Path, monkeypatch: pyt
     assert read_rows(out / accuracy.NAME, accuracy.Row) == rows
 
 
+@pytest.mark.long
 def test_healing_in_both_ways(folder: Path) -> None:
     options = ["--method", "l1", "--keep", "0.5", "--steps", "2", "--block-steps", "3", "--test", "10", "--json"]
     done = CliRunner().invoke(app, ["bench", "healing", "--only", "resnet20", *options])

@@ -43,6 +43,7 @@ def tiny_cifar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("tiny_cifar")
 def test_cifar_rows_are_what_prune_and_accuracy_say() -> None:
     rows = cifar.run(8, 20, methods=("l1",), network="resnet20", batch=4, progress=False)

@@ -71,6 +71,7 @@ def test_prune_has_a_row_for_the_whole_and_for_every_part() -> None:
     assert "random weights, recipe resnet34-2.69G, 2 images in batches of 1" in table
 
 
+@pytest.mark.long
 @requires_vision
 def test_the_job_is_the_papers_recipe_and_found_weights_are_taken(tmp_path) -> None:  # type: ignore[no-untyped-def]
     other = job.network(seed=7)
@@ -102,6 +103,7 @@ def test_the_library_has_the_plan_of_the_papers_procedure() -> None:
     assert "NO" not in text
 
 
+@pytest.mark.long
 @requires_vision
 @pytest.mark.usefixtures("clock")
 def test_the_reference_is_scaled_and_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def sweep(out: Path, **grid: object) -> list[cnn.Row]:
     return list(cnn.run(SETTINGS, out, progress=False, **grid))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_rows_that_are_there_are_not_made_again(folder: Path) -> None:
     first = sweep(folder, names=["l1", "taylor"], keeps=[0.5], compensations=["none"])
     assert [(r.method, r.keep) for r in first] == [(cnn.DENSE, 1.0), ("l1", 0.5), ("taylor", 0.5)]
@@ -125,6 +126,7 @@ def pipeline(folder: Path, **options: object) -> list[cnn_pipeline.Stage]:
 PLACE = f"cnn-pipeline-{NAME}-cifar10-keep-0.5"
 
 
+@pytest.mark.long
 def test_the_pipeline_prunes_and_trains_block_by_block(folder: Path) -> None:
     rows = pipeline(folder)
     assert [r.block for r in rows] == [cnn.DENSE, *(f"layer{i}.0.conv1" for i in (1, 2, 3)), cnn_pipeline.FINAL]
@@ -140,6 +142,7 @@ def test_the_pipeline_prunes_and_trains_block_by_block(folder: Path) -> None:
         list(cnn_pipeline.run(SETTINGS, replace(TRAINING, lr=0.1), folder, keep=0.5, progress=False))
 
 
+@pytest.mark.long
 def test_an_interrupted_pipeline_ends_in_the_same_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pipeline(folder / "whole")
     steps = cnn_pipeline.run(SETTINGS, TRAINING, folder / "cut", keep=0.5, progress=False)
@@ -156,6 +159,7 @@ def test_an_interrupted_pipeline_ends_in_the_same_network(folder: Path, monkeypa
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_a_compensated_pipeline_can_be_loaded(folder: Path) -> None:
     rows = pipeline(folder, compensate="dense")
     model = ispasp.load(folder / PLACE / "model", CifarResNet(8)).eval()

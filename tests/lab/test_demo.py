@@ -16,6 +16,7 @@ def done() -> demo.Demo:
     return demo.run(keep=0.25, epochs=12, progress=False)
 
 
+@pytest.mark.long
 def test_every_method_has_a_row_of_numbers_or_says_why_not(done: demo.Demo) -> None:
     dense, *rows = done.rows
     assert [row.method for row in rows] == ispasp.methods()
@@ -35,6 +36,7 @@ def test_every_method_has_a_row_of_numbers_or_says_why_not(done: demo.Demo) -> N
     assert "BatchNorm" in table
 
 
+@pytest.mark.long
 def test_the_report_and_the_network_are_written(done: demo.Demo, tmp_path: Path) -> None:
     report = demo.write(done, tmp_path / "out")
     assert "Handwritten digits, pruned" in report.read_text(encoding="utf-8")

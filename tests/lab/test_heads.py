@@ -18,7 +18,7 @@ from ispasp.integrations.torchvision import import_torchvision
 from ispasp_lab.data import text
 from ispasp_lab.experiments import heads, heads_network, heads_report
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")]
 GOOD, BAD = ["good", "fine", "great", "bright"], ["bad", "dull", "poor", "weak"]
 OTHER = ["the", "a", "film", "plot", "is", "was", "very", "and"]
 

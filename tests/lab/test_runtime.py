@@ -113,6 +113,7 @@ def test_writes_csv_figure_and_text(tmp_path: Path) -> None:
     assert "2.0x and 2.0x for vanilla GFS and 1.0x and 1.0x" in written
 
 
+@pytest.mark.long
 @requires_vision
 def test_the_command_line_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ispasp_lab.benchmarks import selection
