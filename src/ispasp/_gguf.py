@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ispasp._gguf_tokenizer import vocabulary
-from ispasp.errors import ExportError, InputError, MissingExtraError, failing_as
+from ispasp.errors import ExportError, InputError, failing_as, needed
 from ispasp.files.writing import make_folder, publish, workspace
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.result import Result
@@ -53,11 +52,7 @@ def export_gguf(
         raise InputError(
             f'dtype={dtype!r}: pass "f16" or "f32"; llama.cpp\'s llama-quantize makes smaller ones of these'
         )
-    try:
-        gguf = importlib.import_module("gguf")
-    except ImportError as missing:
-        raise MissingExtraError("exporting to GGUF needs gguf: pip install 'ispasp[gguf]'") from missing
-    path = Path(path)
+    gguf, path = needed("gguf", "exporting to GGUF", "gguf"), Path(path)
     with one_at_a_time(), plain(model.model if isinstance(model, Result) else model) as inner:
         with failing_as(InputError, f"{type(inner).__name__} is no Llama-type model", "write it with export_onnx"):
             content = _content(inner, half=dtype == "f16")
@@ -146,15 +141,8 @@ def _named(model: Any) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         else:
             layers.clear()
             break
-    needed = {
-        "attn_q.weight",
-        "attn_k.weight",
-        "attn_v.weight",
-        "ffn_gate.weight",
-        "ffn_norm.weight",
-        "attn_norm.weight",
-    }
-    if "token_embd.weight" not in outer or not layers or not all(needed <= set(layer) for layer in layers.values()):
+    least = {f"{name}.weight" for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "ffn_norm", "ffn_gate")}
+    if "token_embd.weight" not in outer or not layers or not all(least <= set(layer) for layer in layers.values()):
         raise InputError(
             f"{type(model).__name__} is no Llama-type model of transformers (its {name!r} has no place in one): pass a "
             "causal model such as Llama, Mistral, Qwen2 or Qwen3, or write this one with export_onnx"

@@ -16,10 +16,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -31,10 +30,10 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ispasp._onnx import _in_order
+from ispasp._onnx import TALKATIVE, in_order, named_arrays, open_session
 from ispasp._steps import Work
 from ispasp.budget.latency import Latency, Runtime, Term, fitted, interpolated
-from ispasp.engine.batches import count_examples, tensors_of
+from ispasp.engine.batches import count_examples
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
 from ispasp.files.reading import read_json
@@ -152,16 +151,10 @@ def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
 
 
 def _onnx_job(model: nn.Module, batch: Batch) -> Job:
-    args, kwargs = call_arguments(_in_order(model, batch))
-    runtime = import_module("onnxruntime")
-    settings = runtime.SessionOptions()
-    settings.log_severity_level, settings.intra_op_num_threads = 4, torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder, quiet("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime"):
-        path = Path(folder) / "model.onnx"
-        torch.onnx.export(model, args, path, kwargs=kwargs, dynamo=True, verbose=False)
-        session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    arrays = (tensor.detach().cpu().numpy() for tensor in tensors_of((args, kwargs)))
-    feed = dict(zip((known.name for known in session.get_inputs()), arrays, strict=True))
+    batch = in_order(model, batch)
+    with tempfile.TemporaryDirectory() as folder, quiet(*TALKATIVE):
+        session = open_session(model, batch, Path(folder) / "model.onnx", threads=torch.get_num_threads())
+    feed = named_arrays(session, batch)
     return lambda: session.run(None, feed)
 
 
@@ -276,28 +269,23 @@ class Op:
     def chain(self, kept: Kept, copies: int) -> tuple[nn.Module, Batch]:
         """Copies of the op, each with weights of its own, and their common inputs."""
         given, graph, holder = self.arguments(kept), fx.Graph(), nn.Module()
-        specs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Spec)]
-        inputs = {k: graph.placeholder(f"x{k}") for k, spec in enumerate(specs) if not spec.weight}
+        leaves, form = pytree.tree_flatten(given)
+        specs = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Spec)}
+        inputs = {k: graph.placeholder(f"x{k}") for k, spec in specs.items() if not spec.weight}
         results: list[fx.Node] = []
         for copy in range(copies):
             nodes = dict(inputs)
-            for k, spec in enumerate(specs):
-                if spec.weight:
-                    name = f"weight{copy}_{k}"
-                    holder.register_parameter(name, nn.Parameter(spec.tensor(), requires_grad=False))
-                    nodes[k] = graph.get_attr(name)
-            order = iter(range(len(specs)))
-            found = pytree.tree_map_only(Spec, partial(_next, nodes, order), given)
+            for k in (k for k in specs if k not in inputs):
+                name = f"weight{copy}_{k}"
+                holder.register_parameter(name, nn.Parameter(specs[k].tensor(), requires_grad=False))
+                nodes[k] = graph.get_attr(name)
+            found = pytree.tree_unflatten([nodes.get(k, leaf) for k, leaf in enumerate(leaves)], form)
             schema = self.node.target._schema.arguments  # type: ignore[union-attr]
             args = tuple(found[a.name] for a in schema if not a.kwarg_only)
             kwargs = {a.name: found[a.name] for a in schema if a.kwarg_only}
             results.append(graph.call_function(self.node.target, args, kwargs))  # type: ignore[arg-type]
         graph.output(tuple(results) or tuple(inputs.values())[:1])
         return fx.GraphModule(holder, graph), tuple(specs[k].tensor() for k in inputs)
-
-
-def _next(nodes: Mapping[int, fx.Node], order: Iterator[int], _: Spec) -> fx.Node:
-    return nodes[next(order)]
 
 
 def granule(units: int) -> int:
@@ -334,6 +322,7 @@ def ops_of(work: Work, batch: Batch, *, pointwise: bool) -> Iterator[Op]:
             yield op
 
 
+@torch.no_grad()
 def measured_terms(ops: Sequence[Op], runtime: Runtime, *, progress: bool) -> list[list[float]]:
     """Seconds of every op at every width of its `schedule`; what the cache knows is not timed again."""
     cache = Cache(runtime)
@@ -427,29 +416,27 @@ class Stopwatch:
         self.corrected = False
         with quiet():
             ops = [*ops_of(work, self._batch, pointwise=keep.runtime == "eager")]
-        times = iter(_of_first_rank(work.team, lambda: self._table(ops, keep)))
-        terms = terms_of(ops, [[next(times) for _ in schedule(op)] for op in ops])
+        table = _of_first_rank(work.team, lambda: measured_terms(ops, keep.runtime, progress=work.options.progress))
+        terms = terms_of(ops, table)
         dense, ratio = self._cut(keep, self._half)
         self._saved = 1 - ratio  # by half of the units
         self.budget = replace(keep, model=fitted(terms, dense, ratio * dense, self._half))
 
-    def _table(self, ops: Sequence[Op], keep: Latency) -> list[float]:
-        with torch.no_grad():
-            rows = measured_terms(ops, keep.runtime, progress=self._work.options.progress)
-        return [seconds for row in rows for seconds in row]
+    def _timed(self, keep: Latency, model: nn.Module, plan: Plan | None = None) -> LatencyResult:
+        """Time a model beside the dense one, cut by a plan if there is one."""
+
+        def measure() -> tuple[Any, ...]:
+            with removed(model, plan) if plan else nullcontext():
+                return astuple(timed_pair(self._dense, model, self._batch, keep.runtime, keep.repeats))
+
+        return LatencyResult(*_of_first_rank(self._work.team, measure))
 
     def _cut(self, keep: Latency, widths: Mapping[str, int]) -> tuple[float, float]:
         """Seconds of the dense model, and the part of them that it takes with these widths."""
         work = self._work
         kept = {name: tuple(range(n)) for name, n in widths.items() if n < work.units[name]}
-
-        def measure() -> list[float]:
-            with removed(work.model, Plan(kept, work.survey.structure.folding(kept))):
-                found = timed_pair(self._dense, work.model, self._batch, keep.runtime, keep.repeats)
-            return [1e-3 * found.dense, found.pruned / found.dense]
-
-        dense, ratio = _of_first_rank(work.team, measure)
-        return dense, ratio
+        found = self._timed(keep, work.model, Plan(kept, work.survey.structure.folding(kept)))
+        return 1e-3 * found.dense, found.pruned / found.dense
 
     def correct(self, widths: Mapping[str, int]) -> bool:
         """Measure a candidate. If it misses the target by more than 10 %, fit the prediction to it and return True."""
@@ -467,16 +454,9 @@ class Stopwatch:
         """Time the pruned model beside the dense one."""
         keep, about = self.budget, self.budget.model
         assert about is not None  # noqa: S101  # __init__ has put it there
-
-        def measure() -> list[float]:
-            found = timed_pair(self._dense, model, self._batch, keep.runtime, keep.repeats)
-            return [found.dense, found.pruned, found.dense_spread, found.pruned_spread]
-
-        dense, pruned, *spreads = _of_first_rank(self._work.team, measure)
-        where = count_examples(self._batch), keep.runtime_name, torch.get_num_threads()
-        predicted, target = dense * about.seconds(widths) / about.dense, 1e3 * keep.seconds(1e-3 * dense)
-        plain = LatencyResult(dense, pruned, spreads[0], spreads[1], *where)
-        found = replace(plain, predicted=predicted, target=target, corrected=self.corrected, reason=self._reason())
+        found = self._timed(keep, model)
+        predicted, target = found.dense * about.seconds(widths) / about.dense, 1e3 * keep.seconds(1e-3 * found.dense)
+        found = replace(found, predicted=predicted, target=target, corrected=self.corrected, reason=self._reason())
         if found.pruned >= found.dense and widths:
             warnings.warn(found.advice()[0], stacklevel=7)  # the caller of prune
         return found
@@ -497,9 +477,8 @@ class Stopwatch:
         return "the runtime punishes these widths in the whole network; pass round_to=16, or another runtime="
 
 
-def _of_first_rank(team: Team, measure: Callable[[], Sequence[float]]) -> list[float]:
+def _of_first_rank(team: Team, measure: Callable[[], Sequence[Any]]) -> list[Any]:
     """Measure on rank 0 for all ranks: ranks of one machine would disturb each other."""
     with team.together("the measuring of latency"):
         found = measure() if team.rank == 0 else []
-    values = team.same({"times": torch.tensor(found, dtype=torch.float64, device="cpu")})["times"]
-    return [float(value) for value in values]
+    return list(team.gather("the latency", found)[0])

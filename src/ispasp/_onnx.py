@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import one_batch, tensors_of
-from ispasp.errors import ExportError, InputError, IspaspError, MissingExtraError
+from ispasp.errors import ExportError, InputError, IspaspError, needed
 from ispasp.files.writing import workspace
 from ispasp.graph.state import one_at_a_time, plain, quiet
 from ispasp.graph.trace import Batch, call_arguments, evaluating
 from ispasp.surgery.verify import output_of, relative_error
 
-_TALKATIVE = ("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime")  # their warnings say less than our check
+TALKATIVE = ("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime")  # their warnings say less than our check
 _LIMIT = 2**31 - 2**20  # protobuf ends at 2 GiB: larger weights go to a file beside the model
 
 
@@ -52,11 +52,8 @@ def export_onnx(
         raise InputError(f"tolerance={tolerance}: pass a relative error >= 0, such as 1e-4")
     with one_at_a_time(), plain(model) as inner:
         for name in ("onnx", "onnxscript", "onnxruntime"):
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                raise MissingExtraError(f"exporting to ONNX needs {name}: pip install 'ispasp[onnx]'") from error
-        return _write(inner, _in_order(inner, one_batch(inner, batch)), Path(path), opset, tolerance, dynamic)
+            needed(name, "exporting to ONNX", "onnx")
+        return _write(inner, in_order(inner, one_batch(inner, batch)), Path(path), opset, tolerance, dynamic)
 
 
 def _write(
@@ -66,7 +63,7 @@ def _write(
     others = [_resized(batch, axes, 2, shorter=2), _resized(batch, axes, 3, shorter=1)] if axes else []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with workspace(path.parent) as fresh, quiet(*_TALKATIVE):
+        with workspace(path.parent) as fresh, quiet(*TALKATIVE):
             error = _export(model, batch, others, axes, fresh / path.name, opset)
             if not error <= tolerance:
                 raise ExportError(
@@ -97,7 +94,7 @@ def _remedy(model: nn.Module, axes: dict[int, str]) -> str:
     return "Check that model(batch) runs and torch.export takes it; try another opset, or model.float()"
 
 
-def _in_order(model: nn.Module, batch: Batch) -> Batch:
+def in_order(model: nn.Module, batch: Batch) -> Batch:
     """Sort named inputs as the forward does; so does the exporter."""
     if not isinstance(batch, Mapping):
         return batch
@@ -146,23 +143,34 @@ def _export(
     args, kwargs = call_arguments(sample)
     shapes = pytree.tree_map(lambda leaf: _dynamic(leaf, sample, axes) or None, kwargs or args) if axes else None
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    options: dict[str, Any] = {"opset_version": opset, "external_data": size > _LIMIT, "verbose": False}
+    options: dict[str, Any] = {"opset_version": opset, "external_data": size > _LIMIT, "dynamic_shapes": shapes}
     with evaluating(model):
-        torch.onnx.export(model, args, path, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, **options)
-    importlib.import_module("onnx.checker").check_model(str(path))
-    runtime = importlib.import_module("onnxruntime")
-    settings = runtime.SessionOptions()
-    settings.log_severity_level = 4  # fatal: errors are raised anyway
-    session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        session = open_session(model, sample, path, **options)
+    import_module("onnx.checker").check_model(str(path))
     checked = [batch, *others]
     return max(relative_error(_run(session, each), [t.cpu() for t in output_of(model, each)]) for each in checked)
 
 
 def _run(session: Any, batch: Batch) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in session.run(None, named_arrays(session, batch))]
+
+
+def open_session(model: nn.Module, batch: Batch, path: Path, *, threads: int = 0, **options: Any) -> Any:
+    """Write a model as ONNX, and open the file in onnxruntime; 0 threads are its own choice."""
+    args, kwargs = call_arguments(batch)
+    torch.onnx.export(model, args, path, kwargs=kwargs, dynamo=True, verbose=False, **options)
+    runtime = import_module("onnxruntime")
+    settings = runtime.SessionOptions()
+    settings.log_severity_level, settings.intra_op_num_threads = 4, threads  # 4, fatal: errors are raised anyway
+    return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+
+
+def named_arrays(session: Any, batch: Batch) -> dict[str, Any]:
+    """The tensors of a batch by the names of the session's inputs."""
     names = [known.name for known in session.get_inputs()]
     inputs = [tensor.detach().cpu().numpy() for tensor in tensors_of(call_arguments(batch))]
     if len(names) != len(inputs):
         raise ExportError(
             f"the ONNX model has inputs {names}, the batch has {len(inputs)} tensors: leave out unused ones"
         )
-    return [torch.from_numpy(array) for array in session.run(None, dict(zip(names, inputs, strict=True)))]
+    return dict(zip(names, inputs, strict=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 _LONGEST = 4000  # most characters of an error
 
@@ -72,6 +74,15 @@ class ExportError(IspaspError, RuntimeError):
 
 class DistributedError(IspaspError, RuntimeError):
     """Another rank failed, died or did not answer in time."""
+
+
+def needed(package: str, what: str, extra: str = "") -> Any:
+    """Import an optional package, or raise `MissingExtraError`: "WHAT needs PACKAGE: pip install ..."."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        install = f"'ispasp[{extra}]'" if extra else package
+        raise MissingExtraError(f"{what} needs {package}: pip install {install}") from error
 
 
 @contextmanager
