@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ispasp
+from ispasp.surgery.remove import fitting
 from ispasp.surgery.verify import output_of, relative_error
 
 
@@ -66,6 +67,19 @@ def test_parameters_stay_the_same_objects_with_their_flags() -> None:
     assert all(after[name] is before[name] for name in before)
     assert [p.requires_grad for p in after.values()] == [False] + [True] * 5
     assert {p.dtype for p in after.values()} == {torch.float64}
+
+
+def test_convolutions_keep_their_memory_format() -> None:
+    model = cnn().to(memory_format=torch.channels_last)
+    ispasp.apply_(model, ispasp.survey(model, IMAGES).plan(0.5))
+    for layer in (model[0], model[3]):
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last) and not layer.weight.is_contiguous()
+
+
+def test_a_new_bias_of_a_frozen_layer_is_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)).requires_grad_(False)
+    result = ispasp.prune(model, [ROWS], 0.5, progress=False)
+    assert result.model[2].bias is not None and not result.model[2].bias.requires_grad
 
 
 def test_the_optimizer_goes_on_with_the_kept_slices() -> None:
@@ -185,6 +199,33 @@ def test_a_plan_fits_its_own_dense_model_only() -> None:
         ispasp.apply_(model, {"0": [1]})
 
 
+class Heads(nn.Module):
+    """Attention whose forward reads the number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_plan_does_not_fit_a_model_with_another_number() -> None:
+    model = Heads()
+    plan, before = ispasp.survey(model, torch.randn(2, 3, 8)).plan(0.5), snapshot(model)
+    model.heads = 2
+    with pytest.raises(ispasp.errors.PlanError, match="heads=2, the plan expects 4"):
+        ispasp.apply_(model, plan)
+    assert unchanged(model, before) and model.heads == 2
+
+
+def test_running_out_of_memory_is_not_the_fault_of_a_plan() -> None:
+    with pytest.raises(torch.OutOfMemoryError), fitting(mlp()):
+        raise torch.OutOfMemoryError
+
+
 @pytest.mark.parametrize("scope", ["blocks", "all"])
 def test_residual_streams_are_for_scope_all(scope: str) -> None:
     class Residual(nn.Module):
@@ -222,6 +263,14 @@ def test_weight_norm_keeps_working() -> None:
         torch.testing.assert_close(model[2].weight, dense[2].weight[:, [1, 2, 6]])
         model(ROWS).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_weight_that_a_hook_computes_is_small_before_the_next_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.utils.weight_norm(nn.Linear(8, 3)))
+    weight = model[2].weight.detach().clone()
+    ispasp.apply_(model, ispasp.survey(model, ROWS).plan({"0": [1, 2, 6]}))
+    torch.testing.assert_close(model[2].weight, weight[:, [1, 2, 6]])
+    assert model[2].in_features == 3
 
 
 def test_train_mode_grad_and_hooks_are_left_alone() -> None:

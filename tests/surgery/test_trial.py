@@ -143,3 +143,103 @@ def test_choices_are_not_in_proportion() -> None:
     units = {"a": 64, "b": 128, "c": 256, "d": 512}
     for choice in two_choices(units):
         assert len({len(choice[name]) / units[name] for name in units}) == 4
+
+
+@pytest.mark.parametrize("size", [16, 64, 100])
+def test_choices_of_many_units_are_multiples_of_four(size: int) -> None:
+    for choice in two_choices({f"d{k}": size for k in range(3)}):
+        assert all(len(kept) % 4 == 0 for kept in choice.values())
+
+
+class ByWidth(nn.Module):
+    """Computes something else with fewer units than the dense model, or fails with them in training."""
+
+    def __init__(self, rule: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 12), nn.Linear(4, 12), nn.Linear(24, 2)
+        self.gate = nn.Parameter(torch.ones(2))
+        self.rule, self.literal = rule, rule is plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x)
+        if self.training and self.literal:
+            a = 1.5 * a.view(-1, 12)
+        return self.c(self.rule(a, self.b(x))) * self.gate
+
+
+def plain(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b], 1)
+
+
+def different(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a.relu() if a.shape[1] == 12 else a.tanh(), b.relu()], 1)
+
+
+def together(a: Tensor, b: Tensor) -> Tensor:
+    both = torch.cat([a, b], 1)
+    return both.relu() if both.shape[1] >= 14 else both.tanh()
+
+
+def noisy(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b], 1).relu() * torch.rand(len(a), 1)
+
+
+RULES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, list[str], str]] = {
+    "one differs from masking": (different, 1.0, ["b"], "removing its units does not equal masking them"),
+    "one differs behind a gate of zeros": (different, 0.0, ["b"], "removing its units does not equal masking them"),
+    "only both differ": (together, 1.0, ["a"], "removing its units does not equal masking them"),
+    "training fails": (plain, 1.0, ["b"], "the forward in training mode fails with fewer units"),
+    "random numbers": (noisy, 1.0, ["a", "b"], ""),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_forward_that_depends_on_the_number_of_units_is_found_out(name: str) -> None:
+    rule, gate, expected, why = RULES[name]
+    model = ByWidth(rule)
+    model.gate.data.fill_(gate)
+    found = ispasp.survey(model, torch.randn(5, 4))
+    assert [dimension.name for dimension in found.dimensions] == expected
+    reasons = {row.name: row.reason for row in found.frozen if row.name in ("a", "b")}
+    assert all(why in reason for reason in reasons.values())
+
+
+class Literal(nn.Module):
+    """Fails with fewer units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).view(-1, 8))
+
+
+def test_the_same_code_is_refused_everywhere_at_once() -> None:
+    found = ispasp.survey(nn.Sequential(Literal(), Literal(), nn.Linear(4, 6), nn.Linear(6, 2)), torch.randn(3, 4))
+    reasons = {row.reason for row in found.frozen if row.name.endswith("up")}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith("the forward of 0 (Literal) fails with fewer units")
+
+
+class Gated(nn.Module):
+    """Needs its `inner` corrected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = 8
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.up(x).split([self.inner, self.inner], -1)
+        return self.down(value * gate.sigmoid())
+
+
+def test_a_correction_is_searched_once_for_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    search = trial.search
+    monkeypatch.setattr(trial, "search", lambda *given: found.append(search(*given)) or found[-1])
+    model = nn.Sequential(Gated(), Gated())
+    ispasp.apply_(model, ispasp.survey(model, torch.randn(3, 4)).plan(0.5))
+    assert [a.name for chosen in found for a in chosen] == ["inner"]
+    assert [block.inner for block in model] == [4, 4]
