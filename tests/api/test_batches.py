@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ispasp
-from ispasp.engine.batches import Labels, find_labels
+from ispasp.engine.batches import Labels, find_labels, held_out
 from support.nets import alive, mlp
 
 G = torch.Generator().manual_seed(0)
@@ -271,3 +271,11 @@ def test_a_survey_takes_the_first_of_several_batches() -> None:
     assert len(ispasp.survey(named, [{"x": X}, {"x": X}]).dimensions) == 2
     with pytest.raises(ispasp.errors.InputError, match="no calibration batches: pass at least one"):
         ispasp.survey(plain(), iter(()))
+
+
+@pytest.mark.parametrize(("sizes", "last"), [((31,), 0), ((32,), 4), ((64,), 8), ((28, 28, 8), 8), ((31, 1), 4)])
+def test_the_last_eighth_of_enough_examples_is_held_out(sizes: tuple[int, ...], last: int) -> None:
+    rows = torch.arange(sum(sizes))
+    rest, held = held_out([(part, part) for part in rows.split(sizes)])
+    assert torch.equal(torch.cat([batch for batch, _ in (*rest, *held)]), rows)
+    assert sum(len(batch) for batch, _ in held) == last

@@ -92,6 +92,15 @@ def test_a_limit_that_is_reached_on_the_way_gives_the_same(
         assert_close(tight.model.state_dict()[key], value, rtol=1e-9, atol=1e-9, msg=key)
 
 
+@pytest.mark.parametrize("spare", [0, -1])
+def test_all_waiting_batches_have_to_fit(spare: int, reruns: list[Lockstep]) -> None:
+    batch = torch.randn(5, 4, dtype=torch.float64)
+    net = Written(lambda: alive(mlp(4, 6, 3)), lambda: [batch, -batch], ())
+    fits = 2 * 5 * 6 * 8  # the ReLU of two batches of five
+    pruned(net, fits + spare, None)
+    assert len(reruns) == -spare
+
+
 @pytest.mark.parametrize("where", ["on the way", "in the statistics"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_running_out_of_memory_frees_the_waiting_batches_and_goes_on(
