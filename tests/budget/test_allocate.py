@@ -201,6 +201,22 @@ def test_exchanges_repair_a_bad_start() -> None:
     assert problem.error(place) <= 1.02 * expected
 
 
+def test_the_descent_ends_at_the_limit() -> None:
+    problem = Problem({"a": choices(Curve((1, 50), (1.0, 0.0)))}, lambda w: w["a"], limit=25)
+    assert problem.widths(descend(problem)) == {"a": 25}
+
+
+def test_what_is_left_goes_where_it_lowers_the_error_most() -> None:
+    curves = {"a": Curve((1, 2), (0.1, 0.0)), "b": Curve((1, 2), (1.0, 0.0)), "c": Curve((1, 2), (0.2, 0.0))}
+    problem = Problem({name: choices(curve) for name, curve in curves.items()}, lambda w: sum(w.values()), limit=4)
+    assert fill(problem, (0, 0, 0)) == (0, 1, 0)
+
+
+def test_the_cost_of_a_unit_is_that_at_the_present_width() -> None:
+    problem = Problem({"a": choices(Curve((1, 20), (1.0, 0.0)))}, lambda w: w["a"] ** 2, limit=50)
+    assert [problem.slopes((k,)).tolist() for k in (0, 1, 9)] == [[3.0], [3.0], [19.0]]
+
+
 def test_a_dimension_without_error_goes_first() -> None:
     curves = {"free": Curve((1, 50), (0.0, 0.0)), "dear": Curve((1, 50), (1.0, 0.0))}
     assert allocate(curves, lambda w: 3 * w["free"] + w["dear"], 53) == {"free": 1, "dear": 50}

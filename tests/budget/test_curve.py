@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ispasp.budget import Curve, error_curve
+from ispasp.budget import Curve, curve, error_curve
 from ispasp.engine import measure
 from ispasp.errors import InputError
 from ispasp.select import ISpaSP, Random, Selector, TopK
 from ispasp.select.evidence import total_energy
 from ispasp.types import ConvConsumer, LinearConsumer, Selection, Statistics, Step
+from ispasp.types.consumer import Geometry
 from support.problems import Problem, problems
 
 NEEDS = ("moment", "magnitude", "gram")
@@ -141,3 +142,12 @@ def test_compensated_errors_are_those_of_units_rescaled_by_least_squares() -> No
         whole = parts.sum(1, keepdim=True)
         left = whole - kept @ torch.linalg.lstsq(kept, whole).solution
         assert error == pytest.approx(float(left.square().sum() / whole.square().sum()), rel=1e-4, abs=1e-5)
+
+
+def test_a_wide_consumer_has_the_diagonal_of_the_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, H = torch.randn(6, 2, 1, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
+    units = torch.tensor([0, 1, 1, 0])  # both are in both groups
+    consumer = ConvConsumer(weight, units=units, geometry=Geometry(groups=2))
+    whole = curve.sampled_energy(consumer, H, 2)
+    monkeypatch.setattr(curve, "_WIDEST", 0)
+    torch.testing.assert_close(curve.sampled_energy(consumer, H, 2), torch.diag(whole.diagonal()))

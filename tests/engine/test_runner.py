@@ -1,4 +1,4 @@
-"""The engine runs a graph as the model does: with edits, beside a dense twin, in float64, on batches of other shapes."""
+"""The engine runs a graph as the model does: with edits, beside a dense twin, in float64, on other shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def surveyed(model: nn.Module, batch: Tensor) -> tuple[Analysis, list[Site]]:
 
 
 def runner(model: nn.Module, batch: Tensor, edits: Edits | None = None, **options: Any) -> Runner:
-    return Runner(TracedGraph.of(analyse(model.eval(), batch)), batch, named_tensors(model), edits or Edits(), **options)
+    return Runner(
+        TracedGraph.of(analyse(model.eval(), batch)), batch, named_tensors(model), edits or Edits(), **options
+    )
 
 
 # The dense twin -------------------------------------------------------------------------------------------------

@@ -87,6 +87,10 @@ FROZEN: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "flip": (lambda m, h: h.flip(-1), "flip runs over this axis"),
     "roll": (lambda m, h: h.roll(1, -1), "roll runs over this axis"),
     "layer norm": (lambda m, h: F.layer_norm(h, [12]), "layer_norm normalises over this axis"),
+    "batch statistics": (
+        lambda m, h: F.batch_norm(h[:, None], None, None, training=True)[:, 0],
+        "batch statistics average over this axis",
+    ),
     "by position": (lambda m, h: h[:, torch.arange(11, -1, -1)], "is indexed by position"),
     "every second": (lambda m, h: h[:, ::2].repeat_interleave(2, 1), "is sampled by position"),
     "a vector of its own": (lambda m, h: h * torch.arange(12.0, dtype=h.dtype), "has a size written in the forward"),

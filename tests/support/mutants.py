@@ -5,11 +5,11 @@ Each is (text, replacement); the text stands exactly once in its file. `make mut
 
 from __future__ import annotations
 
-ENGINE = ("tests/engine/test_rerun.py", "tests/compensate/test_dense_target.py", "tests/engine/test_lockstep.py")
-OPS = ("tests/graph/test_ops.py", "tests/compensate/test_fit.py", "tests/compensate/test_shift.py")
-RULES = (*OPS, "tests/graph/test_rules.py", "tests/compensate/test_left_alone.py")
-SURGERY = ("tests/surgery/test_apply.py", "tests/surgery/test_trial.py", "tests/surgery/test_literal_split.py")
-NETWORKS = (*SURGERY, "tests/surgery/test_fold.py", "tests/graph/test_survey.py")
+ENGINE = ("tests/engine/test_runner.py", "tests/engine/test_rerun.py", "tests/engine/test_lockstep.py")
+SITES = (*ENGINE, "tests/engine/test_padding.py")
+BATCHES = ("tests/api/test_batches.py", "tests/engine/test_padding.py")
+OPS, RULES = ("tests/graph/test_ops.py", "tests/compensate/test_fit.py"), ("tests/graph/test_rules.py",)
+APPLY, TRIAL = ("tests/surgery/test_apply.py",), ("tests/surgery/test_trial.py", "tests/surgery/test_literal_split.py")
 ALLOCATE, CURVE, LIMITS = ((f"tests/budget/test_{name}.py",) for name in ("allocate", "curve", "limits"))
 
 Pair = tuple[str, str]
@@ -64,33 +64,27 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("y = call(node, pytree.tree_map_only(Tensor, Tensor.abs, given))", "y = call(node, given)"),
         ("return widened(value) if self._precise else value", "return value"),
     ],
-    ("engine/graphs.py", (*ENGINE, "tests/engine/test_memory.py", "tests/api/test_prune_inputs.py")): [
+    ("engine/graphs.py", (*ENGINE, "tests/api/test_prune_inputs.py")): [
         ("values[node] = value.clone() if node in self.writes or strided else value", "values[node] = value"),
         ("values[node] = known[source.name].detach().clone()", "values[node] = known[source.name].detach()"),
         ("if not len(found) == len(old.contractions) == len(new.contractions):", "if not found:"),
         ("if met != sorted(met):", "if False:"),
         ("shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []", "pass"),
     ],
-    ("engine/sites.py", (*ENGINE, "tests/compensate/test_fit.py", "tests/engine/test_padding.py")): [
+    ("engine/sites.py", SITES): [
         ("return self.contraction.data.put(arguments, x.masked_fill(~kept, 0))", "return arguments"),
         ("factor = outputs if factor is None else factor * outputs", "factor = outputs"),
         ("all(map(_same, known[0], given))", "True"),
-        (
-            " and torch.equal(a, b)",
-            "",
-        ),
+        (" and torch.equal(a, b)", ""),
         ("factor if factor[0] in read and factor[0] in wanted else", "factor if factor[0] in wanted else"),
         ("return sorted(found, key=lambda site: order[site.contraction.node])", "return found[::-1]"),
     ],
-    (
-        "engine/batches.py",
-        ("tests/api/test_batches.py", "tests/api/test_prune_inputs.py", "tests/engine/test_padding.py"),
-    ): [
+    ("engine/batches.py", BATCHES): [
         ("if total < ENOUGH:", "if total < 8 * ENOUGH:"),
         ("_rows_of(pair, slice(size - last, size))", "_rows_of(pair, slice(0, last))"),
         ("return masks if any(not bool(mask.all()) for mask in masks) else ()", "return ()"),
     ],
-    ("graph/ops.py", RULES): [
+    ("graph/ops.py", OPS): [
         ("if user.args[0] is not at or user.args[5]:", "if user.args[0] is not at:"),
         ("            if user.args[2]:  # training=True\n", "            if False:\n"),
         ('if (a.get("beta", 1), a.get("alpha", 1)) != (1, 1):', "if False:"),
@@ -116,10 +110,10 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ('if channels == "conv" else channels', "if False else channels"),
         ("bounds = pairwise([0, *ends.tolist()])", "bounds = pairwise([0, 0, *ends.tolist()])"),
     ],
-    ("graph/rules/freezing.py", ("tests/graph/test_rules.py", "tests/graph/test_survey.py")): [
+    ("graph/rules/freezing.py", RULES): [
         ("    if training:\n        t.freeze(node, x.without(1)", "    if False:\n        t.freeze(node, x.without(1)"),
     ],
-    ("surgery/remove.py", NETWORKS): [
+    ("surgery/remove.py", APPLY): [
         ("module._buffers[leaf] = done[id(tensor)][1]", "pass"),
         ("_rescaled(name, small, scales[name]) if name in scales else small", "small"),
         ("None if grad is None else _cut(grad, layout, plan)", "None"),
@@ -133,7 +127,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("requires_grad=weight.requires_grad)", "requires_grad=True)"),
         ("if isinstance(error, (IspaspError, torch.OutOfMemoryError)):", "if isinstance(error, IspaspError):"),
     ],
-    ("surgery/trial.py", NETWORKS): [
+    ("surgery/trial.py", TRIAL): [
         ("_FRACTIONS = (0.5, 0.4, 0.6, 0.45, 0.55)", "_FRACTIONS = (0.5,)"),
         ("(firsts[size, n], abs(n - wishes[0]))", "abs(n - wishes[0])"),
         ("choices = (*choices, two_choices(backwards, seed=1)[0])", "pass"),
@@ -148,7 +142,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("key=tokens)", "key=lambda part: -tokens(part))"),
         ('same = () if cls.__module__.startswith("torch.nn") else self.model.named_modules()', "same = ()"),
     ],
-    ("surgery/verify.py", (*SURGERY, "tests/api/test_proof_outputs.py", "tests/api/test_prune_proof.py")): [
+    ("surgery/verify.py", (*APPLY, *TRIAL, "tests/api/test_proof_outputs.py")): [
         ("return outcome.error if outcome.flipped <= _FLIPPED else", "return outcome.error if True else"),
         ("return least == most == 0 or not math.isfinite(least) or not math.isfinite(most)", "return False"),
         (
@@ -161,7 +155,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ),
         ("    with evaluating(model), seeded():\n        graph", "    with evaluating(model):\n        graph"),
     ],
-    ("surgery/corrections.py", NETWORKS): [
+    ("surgery/corrections.py", TRIAL): [
         ("if found is not None and _fits(found, dense.get(frame.path, ()), allowed):", "if found is not None:"),
         ("if type(module) is cls:", "if False:"),
     ],
