@@ -238,7 +238,12 @@ class Gated(nn.Module):
 def test_a_correction_is_searched_once_for_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     search = trial.search
-    monkeypatch.setattr(trial, "search", lambda *given: found.append(search(*given)) or found[-1])
+
+    def noted(*given: Any) -> Any:
+        found.append(search(*given))
+        return found[-1]
+
+    monkeypatch.setattr(trial, "search", noted)
     model = nn.Sequential(Gated(), Gated())
     ispasp.apply_(model, ispasp.survey(model, torch.randn(3, 4)).plan(0.5))
     assert [a.name for chosen in found for a in chosen] == ["inner"]
