@@ -31,7 +31,8 @@ from ispasp.engine.batches import (
 )
 from ispasp.engine.graphs import named_tensors
 from ispasp.engine.team import Team
-from ispasp.errors import InputError, IspaspError, SaveError, failing_as
+from ispasp.errors import InputError, IspaspError, failing_as
+from ispasp.files.writing import write_page
 from ispasp.graph.analyse import analyse, cost_model
 from ispasp.graph.state import one_at_a_time, plain, unwrapped
 from ispasp.graph.trace import check_model, evaluating, run_and_restore
@@ -86,11 +87,7 @@ class Versus(Printed):
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page that opens offline. Returns its path."""
-        try:
-            Path(path).write_text(page(f"{self.model}, compared", self._sheet().html()), encoding="utf-8")
-        except OSError as error:
-            raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
-        return Path(path)
+        return write_page(path, page(f"{self.model}, compared", self._sheet().html()))
 
     def _sheet(self) -> Sheet:
         c = self.cost
@@ -105,12 +102,9 @@ class Versus(Printed):
         rows = [{"name": name, "error": error} for name, error in self.layers.items()]
         columns = [Column("name", "feature after", shorten=True), Column("error", "error", "{:.1%}".format)]
         worst = ", ".join(f"{n} ({e:.3g})" for n, e in self.worst.items())
-        told = [
-            ("worst examples (divergence)", [worst] if worst else []),
-            ("no features", [self.note] * bool(self.note)),
-        ]
-        told.append(("advice", self.latency.advice()))
-        return Sheet(f"{self.model}: dense and pruned", facts, columns, rows, [each for each in told if each[1]])
+        told = [("worst examples (divergence)", [worst] * bool(worst)), ("no features", [self.note] * bool(self.note))]
+        told = [(heading, lines) for heading, lines in [*told, ("advice", self.latency.advice())] if lines]
+        return Sheet(f"{self.model}: dense and pruned", facts, columns, rows, told)
 
 
 def compare(
@@ -166,10 +160,9 @@ def _taken(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     given, found, left = batches_in(batches, model), list[Any](), _EXAMPLES
     labels = find_labels(model, placed(first_in(given), model))
     for batch, _ in prepared(given, model, labels):
-        if left > 0:
-            found.append(first_of(batch, left))
-            left -= count_examples(batch)
-        else:
+        found.append(first_of(batch, left))
+        left -= count_examples(batch)
+        if left <= 0:
             break
     return found
 

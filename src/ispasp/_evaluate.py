@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import count_examples, first_of, tensors_of
 from ispasp.engine.team import Team
-from ispasp.errors import InputError, SurgeryError
+from ispasp.errors import InputError, SurgeryError, failing_as
 from ispasp.graph.trace import Batch, evaluating, run_and_restore
 from ispasp.surgery.remove import Undo, set_data
 
@@ -103,21 +103,16 @@ class Judge:
             if self.examples < _EXAMPLES:
                 self._batches.append(first_of(batch, _EXAMPLES - self.examples))
                 self.examples += count_examples(self._batches[-1])
-        try:
+        remedy = "pass batches that the model takes, or hold_out=False"
+        with failing_as(InputError, "the model does not run on a held-out batch", remedy):
             self._dense = self._predictions(model)
-        except Exception as error:
-            raise InputError(f"the model does not run on a held-out batch: {type(error).__name__}: {error}") from error
 
     def agreement(self, model: nn.Module, team: Team) -> Agreement:
         """Compare the pruned model's predictions with the dense model's, on the batches of all ranks."""
         with team.together("the comparison of predictions"):
-            try:
+            remedy = "the model is as it was; check that its forward does the same on every call"
+            with failing_as(SurgeryError, "the pruned model fails on a batch that the dense one ran on", remedy):
                 pruned = self._predictions(model)
-            except Exception as error:
-                raise SurgeryError(
-                    f"the pruned model fails on a batch that the dense one ran on ({type(error).__name__}: {error}): "
-                    "the model is as it was; check that its forward does the same on every call"
-                ) from error
             mine = torch.zeros(6, dtype=torch.float64)
             for a, b in zip(self._dense, pruned, strict=True):
                 mine[:4] += _compared(a, b)
@@ -134,14 +129,9 @@ class Judge:
 
 def check_runs(model: nn.Module, batch: Batch) -> None:
     """Raise if the pruned model fails on a whole batch of which calibration used a part."""
-    try:
-        with evaluating(model):
-            run_and_restore(model, batch)
-    except Exception as error:
-        raise SurgeryError(
-            f"the pruned model fails on a whole batch ({type(error).__name__}: {error}): its forward takes another "
-            "path for larger batches; the model is as it was; pass hold_out=False"
-        ) from error
+    remedy = "its forward takes another path for larger batches; the model is as it was; pass hold_out=False"
+    with failing_as(SurgeryError, "the pruned model fails on a whole batch", remedy), evaluating(model):
+        run_and_restore(model, batch)
 
 
 # Model outputs --------------------------------------------------------------------------------------------------
@@ -293,14 +283,10 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
         module.training = True
     try:
         with team.together("the recalibration of BatchNorm"):
-            for number, batch in enumerate(batches):
-                try:
+            for number, batch in enumerate(batches):  # torch refuses a BatchNorm that gets one value for each channel
+                what = f"BatchNorm cannot be recalibrated on batch {number}"
+                with failing_as(InputError, what, "pass larger batches, or recalibrate=False"):
                     run_and_restore(model, batch)
-                except Exception as error:  # torch refuses a BatchNorm that gets one value for each channel
-                    raise InputError(
-                        f"BatchNorm cannot be recalibrated on batch {number} ({type(error).__name__}: {error}): pass "
-                        "larger batches, or recalibrate=False"
-                    ) from error
     finally:
         for handle in handles:
             handle.remove()

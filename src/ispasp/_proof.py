@@ -19,7 +19,7 @@ from ispasp.engine.batches import first_of, signature, tensors_of
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller, named_tensors, same_path
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site
-from ispasp.errors import SurgeryError
+from ispasp.errors import SurgeryError, failing_as
 from ispasp.graph.analyse import Analysis, matches, retracked
 from ispasp.graph.ops import output_channels, without_bias
 from ispasp.graph.state import seeded
@@ -274,14 +274,10 @@ def _layers(graph: TracedGraph, net: MaskedNetwork) -> dict[int, tuple[nn.Module
 
 def _runs(model: nn.Module, batch: Batch) -> list[Tensor]:
     """The pruned model's outputs."""
-    try:
+    remedy = "check that its forward does the same on every call, or calibrate with batches of one shape"
+    what = f"the pruned model fails on a batch of shapes {signature(batch)[1:]}"
+    with failing_as(SurgeryError, what, f"the model is as it was; {remedy}"):
         return output_of(model, batch)
-    except Exception as error:
-        raise SurgeryError(
-            f"the pruned model fails on a batch of shapes {signature(batch)[1:]} ({type(error).__name__}: {error}): "
-            "the model is as it was; check that its forward does the same on every call, or calibrate with batches of "
-            "one shape"
-        ) from error
 
 
 # In float64 -----------------------------------------------------------------------------------------------------

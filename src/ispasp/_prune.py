@@ -197,7 +197,8 @@ def _prune_(model: nn.Module, batches: Iterable[Any], options: Options, ranks: T
         return pruned_between(model, batches, options, options.finetune_between, ranks, _prune_)
     with one_at_a_time(), ExitStack() as stack:
         with ranks.together("the loading of offloaded weights"):
-            stack.enter_context(materialised(model))
+            if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate's
+                stack.enter_context(materialised(model))
         stack.enter_context(evaluating(model))
         folds = stack.enter_context(folding(model))
         return _pipeline(model, batches, options, ranks, folds)

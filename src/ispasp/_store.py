@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -32,7 +31,7 @@ from ispasp._saved import (
     opened_save,
     writer,
 )
-from ispasp.errors import InputError, IspaspError, PlanError, SaveError
+from ispasp.errors import InputError, PlanError, SaveError, failing_as
 from ispasp.files.reading import folder_path, is_regular, opened, read_bytes
 from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
 from ispasp.graph.state import plain
@@ -124,22 +123,17 @@ def save(
     model, plan = _model_and_plan(given, plan)
     folder = folder_path(folder)
     example = getattr(given, "example", None) if example is None else example
-    try:
-        with plain(model) as inner:
-            plan = _whole(inner, plan) if from_dense else plan
-            _check_pruned(inner, plan)
-            make_folder(folder)
-            _check_ours(folder, overwrite)
-            with workspace(folder) as fresh:
-                opening = _write(inner, plan, fresh, example)
-                if opening is not None:
-                    _write_beside(inner, plan, opening, given, fresh, folder)
-                _publish(fresh, folder)
-    except IspaspError:
-        raise
-    except (OSError, SafetensorError, ValueError, RuntimeError, TypeError) as error:
-        remedy = "choose a folder that can be written, on a disk that is not full"
-        raise SaveError(f"cannot save {type(model).__name__} to {folder} ({error}): {remedy}") from error
+    remedy = "choose a folder that can be written, on a disk that is not full"
+    with failing_as(SaveError, f"cannot save {type(model).__name__} to {folder}", remedy), plain(model) as inner:
+        plan = _whole(inner, plan) if from_dense else plan
+        _check_pruned(inner, plan)
+        make_folder(folder)
+        _check_ours(folder, overwrite)
+        with workspace(folder) as fresh:
+            opening = _write(inner, plan, fresh, example)
+            if opening is not None:
+                _write_beside(inner, plan, opening, given, fresh, folder)
+            _publish(fresh, folder)
     saved = SavedFolder(folder)
     saved.way, call = ("ispasp", "ispasp.load(folder, model)") if opening is None else (opening.way, str(opening))
     saved.note = f"opens with {call}" if opening is None else call

@@ -21,7 +21,7 @@ from ispasp._steps import Decisions, Work
 from ispasp._store import SavedFolder, save
 from ispasp.budget import Budget
 from ispasp.compensate.refit import Refit
-from ispasp.errors import SaveError
+from ispasp.files.writing import write_page
 from ispasp.report import Column, Printed, Sheet, change, figures, told
 from ispasp.report.html import html
 from ispasp.surgery.fold import Folding
@@ -178,12 +178,7 @@ class Result(Printed):
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as one HTML page that opens offline, without scripts. Returns its path."""
-        page = html(json.loads(self.to_json()), self.curves)
-        try:
-            Path(path).write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
-        return Path(path)
+        return write_page(path, html(json.loads(self.to_json()), self.curves))
 
     def plot(self) -> Any:
         """A matplotlib Figure: units before and after, and errors, layer by layer."""

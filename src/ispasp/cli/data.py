@@ -15,7 +15,7 @@ from ispasp.cli.loaded import Examples, Loaded, numbered, pictures, runs
 from ispasp.cli.options import Sample, Wanted
 from ispasp.cli.preprocessing import Preprocessing
 from ispasp.cli.texts import from_dataset, from_table, from_text
-from ispasp.errors import InputError, MissingExtraError, failing_as
+from ispasp.errors import InputError, failing_as, needed
 from ispasp.files.reading import memory
 
 _SPLITS = {"train", "training", "calibration", "val", "valid", "validation", "dev", "test", "testing", "eval"}
@@ -102,12 +102,9 @@ def from_images(folder: Path, loaded: Loaded, wanted: Wanted) -> Examples:
 
 
 def _opened(path: Path) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("images need Pillow: pip install 'ispasp[vision]'") from error
+    image = needed("PIL.Image", "reading images", "vision")
     remedy = "remove it, or save it again"
-    with failing_as(InputError, f"{path} cannot be read as an image", remedy), Image.open(path) as file:
+    with failing_as(InputError, f"{path} cannot be read as an image", remedy), image.open(path) as file:
         return file.convert("RGB")
 
 

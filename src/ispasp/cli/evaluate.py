@@ -12,7 +12,6 @@ import torch
 import typer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from ispasp.cli import options as o
@@ -20,6 +19,7 @@ from ispasp.cli.data import load_data
 from ispasp.cli.huggingface import is_causal
 from ispasp.cli.loaded import Examples, Loaded, matched, runs
 from ispasp.cli.models import ModelOptions
+from ispasp.engine.batches import placed
 from ispasp.errors import InputError
 from ispasp.graph.trace import evaluating, run
 from ispasp.report.progress import track
@@ -121,5 +121,4 @@ def perplexity(model: nn.Module, batches: Iterable[Any]) -> float:
 
 
 def _logits(model: nn.Module, inputs: Any) -> Tensor:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return logits_of(run(model, pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)))
+    return logits_of(run(model, placed(inputs, model)))

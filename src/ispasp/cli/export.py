@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,27 +16,15 @@ from ispasp.cli.models import ModelOptions
 from ispasp.errors import InputError
 
 
-class Format(Enum):
-    """What to write."""
-
-    ONNX = "onnx"
-    GGUF = "gguf"
-
-
-class Precision(Enum):
-    """Numbers of a GGUF file."""
-
-    F16 = "f16"
-    F32 = "f32"
-
-
 @o.grouped
 def export(
     model: ModelOptions,
     path: Annotated[Path, typer.Argument(help="File to write, such as model.onnx or model.gguf.")],
     sample: o.Sample,
-    to: Annotated[Format | None, o.option(None, "Format. Default: gguf for a file named .gguf, else onnx.")] = None,
-    dtype: Annotated[Precision, o.option(None, "Numbers of a GGUF file.")] = Precision.F16,
+    to: Annotated[
+        Literal["onnx", "gguf"] | None, o.option(None, "Format. Default: gguf for a file named .gguf, else onnx.")
+    ] = None,
+    dtype: Annotated[Literal["f16", "f32"], o.option(None, "Numbers of a GGUF file.")] = "f16",
     static: Annotated[bool, o.option(None, "ONNX for the shapes of the sample only.", "--static")] = False,
     opset: Annotated[int | None, o.option(None, "ONNX opset. Default: the exporter's.", min=1)] = None,
     tolerance: Annotated[
@@ -46,22 +33,21 @@ def export(
     force: Annotated[bool, o.option(None, "Overwrite an existing file.", "--force")] = False,
 ) -> None:
     """Write a model, dense or pruned, as ONNX or GGUF, and check that the file computes the same."""
-    kind = to or (Format.GGUF if path.suffix == ".gguf" else Format.ONNX)
+    kind = to or ("gguf" if path.suffix == ".gguf" else "onnx")
     if path.is_dir():
-        raise InputError(f"{path} is a folder: pass a file in it, such as {path / f'model.{kind.value}'}")
+        raise InputError(f"{path} is a folder: pass a file in it, such as {path / f'model.{kind}'}")
     if path.exists() and not force:
         raise InputError(f"{path} exists: pass another file, or --force to overwrite it")
     o.writable(path.parent, name="")
     loaded = model.load()
     o.warn(loaded.warnings)
     o.LOG.debug("exporting %s", model.model)
-    if kind is Format.GGUF:
-        folder = (
-            loaded.tokenizer if loaded.tokenizer and (Path(loaded.tokenizer) / "tokenizer.json").is_file() else None
-        )
-        if folder is None:
+    if kind == "gguf":
+        told = loaded.tokenizer and (Path(loaded.tokenizer) / "tokenizer.json").is_file()
+        if not told:
             o.warn([f"no tokenizer.json beside the model: {path} has no tokenizer."])
-        error = ispasp.export_gguf(loaded.model, path, tokenizer=folder, dtype=dtype.value, tolerance=tolerance)
+        words = loaded.tokenizer if told else None
+        error = ispasp.export_gguf(loaded.model, path, tokenizer=words, dtype=dtype, tolerance=tolerance)
     else:
         error = _onnx(loaded, sample, path, opset, 1e-4 if tolerance is None else tolerance, dynamic=not static)
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); its output differs from torch's by {error:.0e}")

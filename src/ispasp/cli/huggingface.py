@@ -13,7 +13,7 @@ from torch import nn
 
 from ispasp.cli.loaded import Loaded
 from ispasp.cli.preprocessing import Preprocessing, from_dict
-from ispasp.errors import InputError, MissingExtraError, SaveError, failing_as
+from ispasp.errors import InputError, SaveError, failing_as, needed
 from ispasp.files.reading import read_json
 from ispasp.integrations.torchvision import import_torchvision
 
@@ -39,12 +39,9 @@ def transformers() -> Any:
     """Import transformers, and torchvision before it, with their logs silenced."""
     if find_spec("torchvision") is not None:
         import_torchvision()
-    try:
-        import transformers as package
-    except ImportError as error:
-        raise MissingExtraError("hf: needs transformers: pip install 'ispasp[transformers]'") from error
-    package.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    package.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    package = needed("transformers", "hf:", "transformers")
+    package.logging.set_verbosity_error()
+    package.logging.disable_progress_bar()
     quiet_hub()
     return package
 

@@ -106,13 +106,10 @@ def _of_package(spec: str, weights: str) -> Loaded:
     if find_spec(package) is None:
         raise MissingExtraError(f"{package}: needs {package}: pip install 'ispasp[vision]'")
     quiet_hub()
-    done, remedy = (
-        ("fetched", "pass --weights FILE instead") if weights == PRETRAINED else ("built", "check its options")
-    )
-    with (
-        failing_as(InputError, f"{spec} cannot be {done}", remedy),
-        redirect_stdout(sys.stderr),
-    ):  # progress of downloads
+    fetched = "fetched", "pass --weights FILE instead"
+    done, remedy = fetched if weights == PRETRAINED else ("built", "check its options")
+    # Downloads show their progress on standard output.
+    with failing_as(InputError, f"{spec} cannot be {done}", remedy), redirect_stdout(sys.stderr):
         built = _PACKAGES[package](name, options, weights)
     hint = f"{spec} has random weights: pass --weights FILE, or --weights pretrained to fetch trained ones."
     return replace(built, model=built.model.eval(), spec=spec, warnings=() if weights else (hint,))

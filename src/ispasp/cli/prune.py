@@ -259,9 +259,7 @@ def prune(
     batches = found.loader(data.batch_size, numbers=found.some(data.examples), labelled=labelled)
     without = how.no_curves()
     loss = _loss if labelled else None
-    result = ispasp.prune_(
-        loaded.model, batches, loss=loss, examples=None, evaluate=judge, curves=not without, **chosen
-    )
+    result = ispasp.prune_(loaded.model, batches, loss=loss, examples=None, evaluate=judge, **chosen)
     warnings += [] if result.layers else ["Nothing was removed: pass a smaller --keep, or fewer --skip."]
     told = json.loads(result.to_json()) | {"warnings": warnings, **({"no_curves": without} if without else {})}
     told |= {"model": _dense(model), "command": shlex.join(["ispasp", *sys.argv[1:]])}
@@ -275,19 +273,16 @@ def prune(
 
 def _chosen(amounts: AmountOptions, how: HowOptions, healing: HealOptions, what: WhatOptions) -> dict[str, Any]:
     """Return the options as `ispasp.prune` takes them."""
-    same = {
-        name: getattr(how, name)
-        for name in ("search", "least", "order", "refit", "bias", "ridge", "memory", "recalibrate")
-    }
-    return same | {
+    return {
+        **vars(how),
+        **vars(what),
         "keep": amounts.amount(),
         "round_to": amounts.round_to,
         "uniform": amounts.uniform,
         "method": how.chosen(),
+        "curves": not how.no_curves(),
         "heal": healing.chosen(),
         "compensate": None if how.compensate == "none" else how.compensate,
-        "scope": what.scope,
-        "kinds": what.kinds,
         "skip": tuple(what.skip or ()),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from ispasp.cli.huggingface import quiet_hub, tokenizer
 from ispasp.cli.loaded import Examples, Loaded, numbered, pictures
 from ispasp.cli.options import Wanted
-from ispasp.errors import InputError, MissingExtraError, failing_as
+from ispasp.errors import InputError, failing_as, needed
 from ispasp.files.reading import is_regular
 
 _LARGEST = 2**30  # bytes of a text file, all of which is tokenised
@@ -141,12 +140,7 @@ def _dataset(spec: str) -> Any:
     name, *more = spec.split(":")
     if not name or len(more) > 2:
         raise InputError(f"hf-dataset:{spec} names no data set: pass hf-dataset:NAME, NAME:SPLIT or NAME:CONFIG:SPLIT")
-    try:
-        package = importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingExtraError(
-            "hf-dataset: needs the package datasets: pip install datasets; or pass a text file or an image folder"
-        ) from error
+    package = needed("datasets", "hf-dataset:")
     quiet_hub()
     remedy = "check its name, its split and the network, or pass a text file or an image folder"
     with failing_as(InputError, f"hf-dataset:{spec} cannot be loaded", remedy):

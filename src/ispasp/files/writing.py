@@ -15,6 +15,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ispasp.errors import SaveError
+
 try:
     import fcntl
 except ImportError:  # pragma: no cover  # Windows
@@ -89,6 +91,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(text.ljust(size))
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_page(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a report. Returns its path."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
+    return Path(path)
 
 
 def publish(fresh: Path, path: Path) -> None:
