@@ -7,7 +7,6 @@ the save. The JSON files beside it are copies.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook as on_module
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 
-from ispasp.errors import MissingExtraError, PlanError, SaveError
+from ispasp.errors import MissingExtraError, PlanError, SaveError, needed
 from ispasp.files.reading import TensorFile, digest, folder_path, is_regular, memory, opened, parsed, read_bytes
 from ispasp.types.plan import Plan
 
@@ -159,10 +158,7 @@ def build(saved: Saved) -> nn.Module:
         name = data["architectures"][0]
     except (ValueError, LookupError, TypeError) as error:
         raise SaveError(f"{path} does not say which model to build ({error!r}): {_REMEDY}") from error
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(f"building a {name} needs pip install 'ispasp[transformers]'; or {_REMEDY}") from error
+    transformers = needed("transformers", f"building a {name}", "transformers")
     try:
         cls = getattr(transformers, name)
         if not issubclass(cls, transformers.PreTrainedModel):
