@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -136,14 +136,15 @@ def compare(
         outputs = [_pair(a, b, each) for each in taken]
         spread = [d for x, (y, z) in zip(taken, outputs, strict=True) for d in divergences(z, y, x)]
         agreement = Judge(a, taken, taken[0]).agreement(b, Team())
-        costs = [_cost(each, first_of(taken[0], 2)) for each in (a, b)]
+        few = first_of(taken[0], 2)
+        costs = [cost_model(analyse(each, few), each, few).cost({}) for each in (a, b)]
         size = [sum(t.nbytes for t in {id(t): t for t in named_tensors(m).values()}.values()) for m in (a, b)]
         timed = timed_pair(a, b, first_of(taken[0], how.batch), runtime, repeats)
         layers, note = _features(a, b, taken[0])
     worst = sorted(range(len(spread)), key=lambda k: -spread[k])[:_WORST]
     return Versus(
         type(a).__name__,
-        Cost(costs[1][0], costs[1][1], *costs[0]),
+        replace(costs[1], dense_params=costs[0].params, dense_macs=costs[0].macs),
         (size[0], size[1]),
         timed,
         len(spread),
@@ -180,11 +181,6 @@ def _pair(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[Any, Any]:
             f"pruned one {shapes[1][:4]}; pass a model and the one that was pruned from it"
         )
     return outputs[0], outputs[1]
-
-
-def _cost(model: nn.Module, batch: Any) -> tuple[int, int]:
-    costs = cost_model(analyse(model, batch), model, batch)
-    return costs.params({}), costs.macs({})
 
 
 def _features(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[dict[str, float], str]:
@@ -266,7 +262,10 @@ def compare_methods(
     >>> [(row["method"], row["keep"], row["params"]) for row in found.rows()]
     [('dense', 1.0, 58), ('l1', 0.25, 16), ('l1', 0.5, 30), ('topk', 0.25, 16), ('topk', 0.5, 30)]
     """
-    chosen = _labelled(_default(options) if methods is None else methods)
+    if methods is None:  # those that need no loss, or all if there is one
+        task = set() if options.get("loss") is not None else {"sensitivity", "task"}
+        methods = [name for name in all_methods() if not task & set(selector(name).needs)]
+    chosen = _labelled(methods)
     amounts = list(keep) if isinstance(keep, (list, tuple)) else [keep]
     if not chosen or not amounts:
         raise InputError("nothing to compare: pass at least one method and one keep, such as keep=[0.25, 0.5]")
@@ -292,12 +291,6 @@ def compare_methods(
     if len(rows) == len(failures) and len({str(error) for error in failures}) == 1:
         raise failures[0]  # all fail alike: the method is not to blame
     return _comparison(type(unwrapped(model)).__name__, rows)
-
-
-def _default(options: Mapping[str, Any]) -> list[str]:
-    """All methods; without a loss, those that need none."""
-    labelled = set() if options.get("loss") is not None else {"sensitivity", "task"}
-    return [name for name in all_methods() if not labelled & set(selector(name).needs)]
 
 
 def _labelled(methods: Sequence[Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ispasp._keep import prunable
 from ispasp._onnx import TALKATIVE, in_order, named_arrays, open_session
 from ispasp._steps import Work
 from ispasp.budget.latency import Latency, Runtime, Term, fitted, interpolated
@@ -408,11 +409,12 @@ def _processor() -> str:
 class Stopwatch:
     """Measures for a `Latency` budget: the table, candidates cut to their widths, and the result."""
 
-    def __init__(self, work: Work, keep: Latency, names: Iterable[str]) -> None:
-        """Measure the table, then the dense network and one of half the widths; `names` may lose units."""
+    def __init__(self, work: Work, keep: Latency) -> None:
+        """Measure the table, then the dense network and one of half the widths."""
         self._work, self._dense = work, copied(work.model)
         self._batch = work.inputs.timed
-        self._half = {name: round_half(work.units[name]) for name in names}
+        found = prunable(work.survey.dimensions, work.options.skip)
+        self._half = {d.name: round_half(d.units) for d in found if d.name not in work.unread}
         self.corrected = False
         with quiet():
             ops = [*ops_of(work, self._batch, pointwise=keep.runtime == "eager")]

@@ -211,7 +211,7 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
         judge = Judge(model, work.inputs.held_out(), work.inputs.first)
     before = scored(options.evaluate, model, ranks)
     teacher = copied(model) if options.heal else None
-    clock = _stopwatch(work)
+    clock = Stopwatch(work, options.keep) if isinstance(options.keep, Latency) else None
     chosen = _widths(work, clock)
     work = work.keeping(chosen.counts)
     with ranks.together("the check of the optimizer"):
@@ -321,13 +321,6 @@ def _facts_of_survey(work: Work) -> dict[str, Any]:
 
 
 # Widths ---------------------------------------------------------------------------------------------------------
-def _stopwatch(work: Work) -> Stopwatch | None:
-    """The stopwatch of a `Latency` budget; None for other budgets."""
-    keep = work.options.keep
-    if not isinstance(keep, Latency):
-        return None
-    names = (d.name for d in prunable(work.survey.dimensions, work.options.skip) if d.name not in work.unread)
-    return Stopwatch(work, keep, names)
 
 
 def _widths(work: Work, clock: Stopwatch | None) -> Widths:

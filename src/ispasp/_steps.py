@@ -255,19 +255,17 @@ def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> d
                 totals = {key: totals[key] + part if key in totals else part for key, part in parts.items()}
         found = {name: attached(each, name, work.sites_of(name), totals) for name, each in found.items()}
     if "fisher" in needs:
-        found = {name: _with_fishers(each, work.sites_of(name), work.fishers) for name, each in found.items()}
+        for name, each in found.items():
+            squares = (part for site in work.sites_of(name) for part in work.fishers[site.number])
+            rows = zip(each.readings, squares, strict=True)
+            readings = tuple(Reading(row.consumer, *row.statistics.values(), fisher) for row, fisher in rows)
+            found[name] = replace(each, readings=readings)
     if "task" in needs:
         pairs = list(work.inputs.pairs())
         for name, each in found.items():
             known = work.sites_of(name), work.graphs, work.tensors, done.edits, done.kept
             found[name] = replace(each, task=TaskLoss(name, *known, pairs, work.team, loss))
     return found
-
-
-def _with_fishers(statistics: Statistics, where: Iterable[Site], known: Mapping[int, tuple[Fisher, ...]]) -> Statistics:
-    rows = zip(statistics.readings, (part for site in where for part in known[site.number]), strict=True)
-    readings = tuple(Reading(row.consumer, *row.statistics.values(), fisher) for row, fisher in rows)
-    return replace(statistics, readings=readings)
 
 
 def _kept_outputs(work: Work, site: Site, done: Decisions) -> Tensor | None:

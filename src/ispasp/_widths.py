@@ -229,7 +229,8 @@ def _search(
             judge, (best, least) = now, now.best([start] if best is start else [start, best])
         up, down = torch.randperm(len(names), generator=draw)[:2].tolist()
         moved = {**scales, names[up]: scales[names[up]] + _STEP, names[down]: scales[names[down]] - _STEP}
-        tried = spend({name: _times(curve, math.exp(moved[name])) for name, curve in found.curves.items()})
+        factors = {name: math.exp(scale) for name, scale in moved.items()}
+        tried = spend({n: Curve(c.kept, tuple(factors[n] * e for e in c.error)) for n, c in found.curves.items()})
         if (error := judge.divergence(tried)) < least:
             best, least, scales = tried, error, moved
     return best
@@ -260,10 +261,6 @@ def _uniform(
         middle = (low + high) / 2
         low, high = (middle, high) if count(widths(middle)) <= limit else (low, middle)
     return widths(low)
-
-
-def _times(curve: Curve, factor: float) -> Curve:
-    return Curve(curve.kept, tuple(factor * error for error in curve.error))
 
 
 class _Judge:

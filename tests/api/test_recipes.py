@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,8 +62,9 @@ def test_the_printed_count_is_in_the_name_and_the_source_is_quoted(recipe: Recip
     unit = 10**9 if recipe.name.endswith("G") else 10**6
     assert recipe.paper_macs == round(float(recipe.name.split("-")[1][:-1]) * unit)
     assert recipe.name.startswith(recipe.model.split(":")[1])
-    assert f"{recipe.name.split('-')[1][:-1]} " in recipe.source  # "2.69 GFlop", "260 MFlop"
-    assert recipe.note
+    assert f"{recipe.name.split('-')[1][:-1]} " in experiment.QUOTES[recipe.name]  # "2.69 GFlop", "260 MFlop"
+    page = Path(__file__).parents[2] / "docs" / "results" / "recipes.md"
+    assert re.search(rf"│ {re.escape(recipe.name)} +│ \* │", page.read_text("utf-8"))  # says how the text was read
     assert all(0.0 < keep < 1.0 for keep in recipe.keep.values())
 
 
