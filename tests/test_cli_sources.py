@@ -79,8 +79,8 @@ def test_old_files_lack_counters_of_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.pop("bias"), "lacks 'bias'"),
-        (lambda s: s.update(extra=torch.ones(1), more=torch.ones(1)), "unexpected 'extra' and 1 more"),
+        (lambda s: s.pop("bias"), "lacks bias: pass weights of the same Linear"),
+        (lambda s: s.update(extra=torch.ones(1), more=torch.ones(1)), "has unexpected extra, more: pass weights"),
         (lambda s: s.update(weight=torch.ones(5, 3)), r"'weight' has shape \(5, 3\) in .*, \(2, 3\) in the model"),
         (lambda s: s.update(weight="text"), "not a state dict"),
     ],

@@ -32,7 +32,7 @@ from ispasp._saved import (
     writer,
 )
 from ispasp.errors import InputError, PlanError, SaveError, failing_as
-from ispasp.files.reading import folder_path, is_regular, opened, read_bytes
+from ispasp.files.reading import check_dtype, check_names, check_tensor, folder_path, is_regular, opened, read_bytes
 from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
 from ispasp.graph.state import plain
 from ispasp.surgery.remove import (
@@ -371,18 +371,18 @@ def _publish(fresh: Path, folder: Path) -> None:
 def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: Undo) -> None:
     slots = _slots(model)
     persistent = {name: slot for name, slot in slots.items() if slot.persistent}
-    _check_names(set(persistent), {*tensors, *saved.ties}, saved.path)
+    check_names(set(persistent), {*tensors, *saved.ties}, saved.path, _AS_SAVED)
     for name, other in saved.ties.items():
         slot, source = persistent[name], persistent[other].tensor
         if isinstance(slot.tensor, nn.Parameter) != isinstance(source, nn.Parameter):
             raise SaveError(f"{name!r} and {other!r} are tied in {saved.path}; the model has a parameter and a buffer")
-        _check_tensor(name, slot.tensor, tensors[other], saved.path)
+        check_tensor(name, tensors[other], slot.tensor, saved.path, _AS_SAVED)
         undo.callback(operator.setitem, slot.table, slot.key, slot.tensor)
         slot.table[slot.key] = source
     filled: dict[int, str] = {}
     for name, value in tensors.items():
         tensor = persistent[name].tensor
-        _check_tensor(name, tensor, value, saved.path)
+        check_tensor(name, value, tensor, saved.path, _AS_SAVED)
         if id(tensor) in filled:
             first = filled[id(tensor)]
             raise SaveError(f"{name!r} and {first!r} are tied in the model, not in {saved.path}: untie them")
@@ -390,26 +390,5 @@ def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: U
         set_data(tensor, torch.empty_like(tensor.data, dtype=value.dtype).copy_(value.detach()), None, undo)
     for name, dtype in saved.unsaved.items():  # the constructor makes these; repeat a cast, as by .half()
         if name in slots and (tensor := slots[name].tensor).dtype != dtype:
-            _check_dtype(name, tensor, dtype, saved.path)
+            check_dtype(name, dtype, tensor, saved.path, _AS_SAVED)
             set_data(tensor, tensor.data.to(dtype), None, undo)
-
-
-def _check_names(needed: set[str], found: set[str], path: Path) -> None:
-    wrong = (("lacks", sorted(needed - found)), ("has unexpected", sorted(found - needed)))
-    texts = [f"{what} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" for what, names in wrong if names]
-    if texts:
-        raise SaveError(f"{path} {' and '.join(texts)}: {_AS_SAVED}")
-
-
-def _check_tensor(name: str, tensor: Tensor, value: Tensor, path: Path) -> None:
-    if tensor.is_meta or is_lazy(tensor):
-        raise SaveError(f"{name!r} of the model has no data: build the dense model on a real device")
-    found, needed = tuple(value.shape), tuple(tensor.shape)
-    if found != needed:
-        raise SaveError(f"{name!r} has shape {found} in {path}, the pruned model needs {needed}: {_AS_SAVED}")
-    _check_dtype(name, tensor, value.dtype, path)
-
-
-def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, path: Path) -> None:
-    if (tensor.is_floating_point(), tensor.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
-        raise SaveError(f"{name!r} is {dtype} in {path}, {tensor.dtype} in the model: {_AS_SAVED}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.errors import InputError, SaveError, failing_as
-from ispasp.files.reading import is_regular, opened
+from ispasp.files.reading import check_names, check_tensor, is_regular, opened
 
 _COUNTER = "num_batches_tracked"  # BatchNorm's counter; old files lack it, and no output depends on it
 _WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys of a state dict in a training checkpoint
@@ -26,43 +26,23 @@ def fill(model: nn.Module, path: Path) -> None:
     expected = model.state_dict()
     limit = _BESIDE + _WIDER * sum(tensor.nbytes for tensor in expected.values() if isinstance(tensor, Tensor))
     given = _unwrapped(_read(path, limit), path)
-    for name, tensor in given.items():
-        if name in expected:
-            _check_tensor(name, tensor, expected[name], path)
-    _check_names(given, model, path)
+    try:
+        _check(given, model, path)
+    except SaveError as error:
+        raise InputError(str(error)) from None
     with failing_as(InputError, f"{path} does not fit {type(model).__name__}", "save model.state_dict()"):
         model.load_state_dict(given, strict=False)  # complete, but for the other names of tied tensors
 
 
-def _check_tensor(name: str, given: Tensor, expected: Tensor, path: Path) -> None:
-    if expected.shape != given.shape:
-        raise InputError(
-            f"{name!r} has shape {tuple(given.shape)} in {path}, {tuple(expected.shape)} in the model: pass weights of "
-            "the same model, with the same number of classes"
-        )
-    kinds = {(tensor.is_complex(), tensor.is_floating_point()) for tensor in (given, expected)}
-    if len(kinds) > 1 and not name.endswith(_COUNTER):
-        raise InputError(
-            f"{name!r} is {given.dtype} in {path}, {expected.dtype} in the model: pass weights of the same model, "
-            "not quantized"
-        )
-
-
-def _check_names(given: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
-    """Raise unless each tensor has one of its names in the file, and the file has no other names."""
-    names: dict[int, set[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), set()).add(name)
-    missing = [min(group) for group in names.values() if not group & given.keys()]
-    missing = [name for name in missing if not name.endswith(_COUNTER)]
-    unexpected = sorted(given.keys() - set().union(*names.values()))
-    said = [
-        f"{what} {found[0]!r}" + (f" and {len(found) - 1} more" if len(found) > 1 else "")
-        for what, found in (("lacks", missing), ("has an unexpected", unexpected))
-        if found
-    ]
-    if said:
-        raise InputError(f"{path} {', and '.join(said)}: pass weights of the same {type(model).__name__}")
+def _check(given: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+    """Raise unless the file has each tensor of the model, tied ones under one of their names, and no others."""
+    expected, first = model.state_dict(keep_vars=True), dict[int, str]()
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in expected.items()}
+    counters = {name for name in names if name.endswith(_COUNTER)}
+    remedy = f"pass weights of the same {type(model).__name__}, with the same number of classes, not quantized"
+    for name in sorted((given.keys() & names.keys()) - counters):
+        check_tensor(name, given[name], expected[name], path, remedy)
+    check_names({*names.values()} - counters, {names.get(name, name) for name in given} - counters, path, remedy)
 
 
 def _read(path: Path, limit: int) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ispasp.errors import InputError, SaveError, failing_as
 
@@ -113,6 +114,30 @@ def opened(path: Path) -> Iterator[TensorFile]:
 
 def _readable(path: Path) -> AbstractContextManager[None]:
     return failing_as(SaveError, f"{path} is damaged or cut short", "copy or save it again")
+
+
+def check_names(needed: Set[str], found: Set[str], path: Path, remedy: str) -> None:
+    """Raise unless a file has the tensors that a model needs, and no others."""
+    wrong = (("lacks", sorted(needed - found)), ("has unexpected", sorted(found - needed)))
+    texts = [f"{what} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" for what, names in wrong if names]
+    if texts:
+        raise SaveError(f"{path} {' and '.join(texts)}: {remedy}")
+
+
+def check_tensor(name: str, found: Tensor, needed: Tensor, path: Path, remedy: str) -> None:
+    """Raise unless a tensor in a file fits that of the model."""
+    if needed.is_meta or is_lazy(needed):
+        raise SaveError(f"{name!r} of the model has no data: build the dense model on a real device")
+    if found.shape != needed.shape:
+        shapes = f"{tuple(found.shape)} in {path}, {tuple(needed.shape)} in the model"
+        raise SaveError(f"{name!r} has shape {shapes}: {remedy}")
+    check_dtype(name, found.dtype, needed, path, remedy)
+
+
+def check_dtype(name: str, found: torch.dtype, needed: Tensor, path: Path, remedy: str) -> None:
+    """Raise unless both are whole, real or complex numbers."""
+    if (needed.is_floating_point(), needed.is_complex()) != (found.is_floating_point, found.is_complex):
+        raise SaveError(f"{name!r} is {found} in {path}, {needed.dtype} in the model: {remedy}")
 
 
 def digest(tensors: Mapping[str, Tensor], about: str) -> str:
