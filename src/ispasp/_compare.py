@@ -18,17 +18,7 @@ from ispasp._evaluate import Evaluate, Judge, divergences, number
 from ispasp._latency import LatencyResult, timed_pair
 from ispasp._prune import prune
 from ispasp.budget.latency import Latency, Runtime
-from ispasp.engine.batches import (
-    Replayed,
-    batches_in,
-    count_examples,
-    find_labels,
-    first_in,
-    first_of,
-    placed,
-    prepared,
-    tensors_of,
-)
+from ispasp.engine.batches import Replayed, batches_in, count_examples, first_of, inputs_in, tensors_of
 from ispasp.engine.graphs import named_tensors
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
@@ -158,9 +148,8 @@ def compare(
 
 def _taken(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     """The inputs of the first examples."""
-    given, found, left = batches_in(batches, model), list[Any](), _EXAMPLES
-    labels = find_labels(model, placed(first_in(given), model))
-    for batch, _ in prepared(given, model, labels):
+    found, left = list[Any](), _EXAMPLES
+    for batch in inputs_in(batches, model):
         found.append(first_of(batch, left))
         left -= count_examples(batch)
         if left <= 0:

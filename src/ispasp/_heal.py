@@ -16,18 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ispasp.engine.batches import (
-    ENOUGH,
-    InputOf,
-    Labels,
-    batches_in,
-    count_examples,
-    find_labels,
-    first_in,
-    held_out,
-    prepared,
-)
-from ispasp.engine.batches import placed as on_device
+from ispasp.engine.batches import ENOUGH, InputOf, count_examples, held_out, inputs_in
 from ispasp.engine.team import SAME_OPTIONS, Team, alike, joined_team, weights_alike
 from ispasp.engine.team import plain as comparable
 from ispasp.errors import InputError
@@ -165,10 +154,7 @@ def heal(
     with plain(model) as student, plain(teacher) as dense:
         check_model(student)
         check_model(dense)
-        given = batches_in(batches, student)
-        labels = Labels() if input_of else find_labels(student, on_device(first_in(given), student))
-        pairs = [(batch, batch) for batch, _ in prepared(given, student, labels, input_of)]
-        rest, held = held_out(pairs)
+        rest, held = held_out([(batch, batch) for batch in inputs_in(batches, student, input_of)])
         result = healed(student, dense, [b for b, _ in rest], [b for b, _ in held], config, progress=progress)
         return replace(result, model=model)
 

@@ -7,7 +7,7 @@ before surgery; the pruned module runs after it, on the same examples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -248,12 +248,10 @@ def _watching(layers: set[nn.Module]) -> Iterator[dict[nn.Module, list[Any]]]:
     def hook(layer: nn.Module, _args: Any, output: Any) -> None:
         seen.setdefault(layer, []).append(output.clone() if isinstance(output, Tensor) else output)
 
-    handles = [layer.register_forward_hook(hook, prepend=True) for layer in layers]  # before hooks that change it
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(hook, prepend=True))  # before hooks that change it
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _layers(graph: TracedGraph, net: MaskedNetwork) -> dict[int, tuple[nn.Module, int]]:

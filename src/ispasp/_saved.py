@@ -194,12 +194,8 @@ def _bounded(saved: Saved) -> Iterator[None]:
             if left[what] < 0:
                 raise ValueError(f"it makes more {what} than the saved tensors explain")
 
-    hooks = (
+    with (
         on_parameter(lambda _module, _name, value: count("bytes", 0 if value is None else value.nbytes)),
         on_module(lambda _module, _name, _child: count("modules", 1)),
-    )
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

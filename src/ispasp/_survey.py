@@ -120,12 +120,7 @@ def _short(names: str) -> str:
 
 
 def survey(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    scope: Scope = "blocks",
-    kinds: Kinds = KINDS,
-    check: bool = True,
+    model: nn.Module, batch: Batch, *, scope: Scope = "blocks", kinds: Kinds = KINDS, check: bool = True
 ) -> Survey:
     """Find every hidden dimension of a model, and what is frozen and why.
 
@@ -277,14 +272,7 @@ def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
 def _dimension(found: Found, analysis: Analysis, structure: Structure, costs: CostModel) -> HiddenDimension:
     places = found.producers, found.consumers
     cost = unit_cost(costs, structure.units, found.name)
-    channels = _channels(found, analysis)
+    read = (analysis.extent(axis) for contraction in analysis.tracker.contractions for axis in contraction.contracted)
+    inside = (tuple(part for part in extent if any(name == found.name for name, _ in part)) for extent in read)
+    channels = next((full_length(each) // found.atom.size for each in inside if each), 1)  # where it is read first
     return HiddenDimension(found.name, found.kind, found.atom.size, channels, *places, *cost, found.atom.stream)
-
-
-def _channels(found: Found, analysis: Analysis) -> int:
-    """Number of channels of a unit where it is read first."""
-    for axis in (axis for contraction in analysis.tracker.contractions for axis in contraction.contracted):
-        inside = tuple(part for part in analysis.extent(axis) if any(name == found.name for name, _ in part))
-        if inside:
-            return full_length(inside) // found.atom.size
-    return 1

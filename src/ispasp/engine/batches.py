@@ -141,6 +141,13 @@ def prepared(
         yield chosen, given
 
 
+def inputs_in(batches: Iterable[Any], model: nn.Module, input_of: InputOf | None = None) -> Iterator[Batch]:
+    """Yield the inputs of the model, batch by batch, without labels."""
+    given = batches_in(batches, model)
+    labels = _NONE if input_of else find_labels(model, placed(first_in(given), model))
+    return (batch for batch, _ in prepared(given, model, labels, input_of))
+
+
 def placed(batch: Any, model: nn.Module) -> Batch:
     """Move a batch to the model's device. Mappings such as a BatchEncoding become dicts, which torch.export knows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
