@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -277,19 +278,18 @@ def recalibrate_(model: nn.Module, batches: Iterable[Batch], team: Team, undo: U
     kind = nn.modules.batchnorm._BatchNorm
     norms = {n: m for n, m in model.named_modules() if isinstance(m, kind) and m.running_mean is not None}
     sums: dict[str, Tensor] = {}
-    handles = [module.register_forward_pre_hook(partial(_add_moments, sums, name)) for name, module in norms.items()]
     before = {(m, leaf): value.clone() for m in norms.values() for leaf, value in m.named_buffers(recurse=False)}
     for module in norms.values():
         module.training = True
     try:
-        with team.together("the recalibration of BatchNorm"):
+        with team.together("the recalibration of BatchNorm"), ExitStack() as hooks:
+            for name, module in norms.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(_add_moments, sums, name)))
             for number, batch in enumerate(batches):  # torch refuses a BatchNorm that gets one value for each channel
                 what = f"BatchNorm cannot be recalibrated on batch {number}"
                 with failing_as(InputError, what, "pass larger batches, or recalibrate=False"):
                     run_and_restore(model, batch)
     finally:
-        for handle in handles:
-            handle.remove()
         for module in norms.values():
             module.training = False
         for (module, leaf), value in before.items():

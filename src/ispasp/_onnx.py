@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import one_batch, tensors_of
-from ispasp.errors import ExportError, InputError, IspaspError, needed
+from ispasp.errors import ExportError, InputError, failing_as, needed
 from ispasp.files.writing import workspace
 from ispasp.graph.state import one_at_a_time, plain, quiet
 from ispasp.graph.trace import Batch, call_arguments, evaluating
@@ -61,7 +61,7 @@ def _write(
 ) -> float:
     axes = _axes(batch, dynamic)
     others = [_resized(batch, axes, 2, shorter=2), _resized(batch, axes, 3, shorter=1)] if axes else []
-    try:
+    with failing_as(ExportError, f"cannot export {type(model).__name__} to {path}", _remedy(model, axes)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with workspace(path.parent) as fresh, quiet(*TALKATIVE):
             error = _export(model, batch, others, axes, fresh / path.name, opset)
@@ -73,13 +73,6 @@ def _write(
                 )
             for file in fresh.iterdir():  # the model, and its .data beyond 2 GiB
                 file.replace(path.parent / file.name)
-    except IspaspError:
-        raise
-    except Exception as problem:
-        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        raise ExportError(
-            f"cannot export {type(model).__name__} to {path}: {reason[:300]}. {_remedy(model, axes)}"
-        ) from problem
     return error
 
 
@@ -88,10 +81,10 @@ def _remedy(model: nn.Module, axes: dict[int, str]) -> str:
     if empty is not None:
         return f"{empty!r} has no units left, which ONNX does not allow everywhere: keep at least one of them"
     if len(axes) > 1:
-        return 'It may not take texts of any length: pass dynamic="batch", or dynamic=False for the shapes of the batch'
+        return 'it may not take texts of any length: pass dynamic="batch", or dynamic=False for the shapes of the batch'
     if axes:
-        return "It may not take batches of any size: pass dynamic=False for the shapes of the batch"
-    return "Check that model(batch) runs and torch.export takes it; try another opset, or model.float()"
+        return "it may not take batches of any size: pass dynamic=False for the shapes of the batch"
+    return "check that model(batch) runs and torch.export takes it; try another opset, or model.float()"
 
 
 def in_order(model: nn.Module, batch: Batch) -> Batch:
