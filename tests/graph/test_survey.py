@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ispasp
 from ispasp._survey import _with_corrections
+from ispasp.graph.analyse import analyse
 from ispasp.types.dimension import Attribute, Structure
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -175,3 +178,39 @@ def test_a_number_that_counts_a_refused_dimension_too_is_still_corrected() -> No
     found = [Attribute("mix", "splits[1]", both), Attribute("mix", "splits[0]", gone)]
     corrected = _with_corrections(structure, found, {"b"})
     assert corrected.attributes == (Attribute("mix", "splits[1]", ((("a", 4),), ((None, 8),))),)
+
+
+_PLAIN = """
+from torch import nn
+class Net(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).relu()
+Ne = type("Ne", (Net,), {})
+"""
+_BRANCHING = """
+class Other(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x if self.training else x.relu())
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        (_PLAIN, "Net", False),
+        (_PLAIN, "Ne", True),  # its source is unknown
+        (_PLAIN + _BRANCHING, "Net", False),
+        (_PLAIN + _BRANCHING, "Other", True),
+    ],
+)
+def test_only_a_class_that_asks_for_its_mode_may_differ_in_training(
+    text: str, name: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "its_file.py"
+    file.write_text(text)
+    module = ModuleType("its_file")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "its_file", module)
+    exec(compile(text, file, "exec"), vars(module))  # noqa: S102
+    cls = getattr(module, name)
+    assert analyse(cls(nn.Linear(4, 8), nn.Linear(8, 2)), X).by_mode is expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
+from ispasp.engine.runner import Runner
+from ispasp.integrations.torchvision import import_torchvision
 from ispasp.surgery import trial
 from ispasp.surgery.trial import short_example, two_choices
 
@@ -97,6 +100,31 @@ def test_a_survey_runs_the_model_twice_on_a_short_example(name: str, monkeypatch
     assert [expected] * 2 == SEEN
     assert masked == [expected] * 2
     assert found.dimensions
+
+
+@pytest.mark.parametrize("shape", [(8, 256), (40, 64)])
+def test_a_llama_runs_four_times_on_32_tokens_whatever_the_batch(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="needs pip install 'ispasp[transformers]'")
+    import_torchvision()  # transformers imports it where it is installed
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(  # as SmolLM2: shared keys and values, tied embeddings
+        vocab_size=50, hidden_size=72, intermediate_size=192, num_hidden_layers=2, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    graphs: list[tuple[int, ...]] = []
+    start = Runner.__init__
+
+    def counting(self: Runner, graph: Any, batch: Any, *rest: Any, **options: Any) -> None:
+        graphs.append(tuple(batch.shape))
+        start(self, graph, batch, *rest, **options)
+
+    monkeypatch.setattr(Runner, "__init__", counting)
+    SEEN.clear()
+    found = ispasp.survey(Counting(transformers.LlamaForCausalLM(config)), torch.randint(50, shape))
+    assert SEEN == graphs == [(1, 32)] * 2
+    assert [(d.kind, d.units) for d in found.dimensions] == [("head", 3), ("neuron", 192)] * 2
 
 
 def test_a_small_model_is_tried_on_the_batch_itself() -> None:

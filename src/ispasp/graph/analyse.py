@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -164,11 +165,23 @@ def _asks_for_training(cls: Any) -> bool:
     """Whether the code of a module branches on its training mode; torch's own layers keep their axes in either."""
     if cls.__module__.startswith("torch.nn."):
         return False
+    file, name = _source(sys.modules.get(cls.__module__)), re.escape(cls.__name__)
+    if re.search(rf"\bclass {name}(?!\w)", file) and not _branches(file):
+        return False  # saves time: to find a class, Python parses its whole file
+    own = _source(cls)
+    return not own or _branches(own)
+
+
+def _source(code: Any) -> str:
     try:
-        lines = inspect.getsource(cls).splitlines()
+        return inspect.getsource(code)
     except (OSError, TypeError):
-        return True
-    return any(_BY_MODE.search(line) and not _SAME_AXES.search(line) for line in lines)
+        return ""
+
+
+@cache
+def _branches(source: str) -> bool:
+    return any(_BY_MODE.search(line) and not _SAME_AXES.search(line) for line in source.splitlines())
 
 
 def _unreached(
