@@ -56,6 +56,8 @@ def _bytes(told: Any, file: Path) -> dict[str, Any]:
     normalizer = (told.get("normalizer") or {"type": "NFC"})["type"]  # llama.cpp leaves NFC to the caller
     if pre is None or normalizer != "NFC" or bool(told["model"].get("ignore_merges")) != (pre == "llama-bpe"):
         raise InputError(f"{file} splits text in a way that has no name in llama.cpp: {_REMEDY}")
+    if not told["model"]["merges"]:
+        raise InputError(f"{file} has no merges, which llama.cpp needs: {_REMEDY}")
     return {"model": "gpt2", "pre": pre, "merges": _merges(told)}
 
 

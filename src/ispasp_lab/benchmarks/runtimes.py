@@ -100,9 +100,11 @@ def _llama_cpp(job: Job) -> tuple[float, None]:
     if not isinstance(job.batch, dict) or "input_ids" not in job.batch:
         raise InputError("no Llama-type model")
     path, ids = job.folder / "model.gguf", job.batch["input_ids"][:1]
-    words = {chr(0x100 + i): i for i in range(len(job.model.get_input_embeddings().weight))}  # type: ignore[operator]
-    told = {"model": {"type": "BPE", "vocab": words, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
-    (job.folder / "tokenizer.json").write_text(json.dumps(told))  # node-llama-cpp wants some tokenizer
+    size = len(job.model.get_input_embeddings().weight)  # type: ignore[operator]
+    first, *others = (chr(0x100 + i) for i in range(size - 1))
+    words = {word: i for i, word in enumerate([first, *others, first + others[0]])}
+    told = {"model": {"type": "BPE", "vocab": words, "merges": [f"{first} {others[0]}"]}}
+    (job.folder / "tokenizer.json").write_text(json.dumps(told | {"pre_tokenizer": {"type": "ByteLevel"}}))
     export_gguf(job.model, path, tokenizer=job.folder, dtype="f32")
     heard = llama_cpp.ask(path, ids[0].tolist()).logits
     return relative_error([heard], [output_of(job.model, {"input_ids": ids, "use_cache": False})[0][0]]), None
