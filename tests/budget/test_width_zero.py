@@ -16,7 +16,7 @@ from ispasp.budget import Curve, allocate
 from ispasp.budget.allocate import choices
 from ispasp.errors import InputError
 from ispasp.integrations.torchvision import import_torchvision
-from ispasp.surgery.empty import EmptyBatchNorm2d, EmptyConv2d
+from ispasp.surgery.empty import EmptyConv, EmptyNorm
 from support.nets import Encoder, Inception, ResidualMLP, ResNet, alive, mlp
 
 G = torch.Generator().manual_seed(0)
@@ -101,8 +101,8 @@ def test_layers_of_width_zero_can_be_copied_saved_whole_and_pruned_again(tmp_pat
     dense = alive(ResNet())
     result = ispasp.prune(dense, [IMAGES], {"layer1.1.conv1": 0}, progress=False)
     block = result.model.get_submodule("layer1.1")
-    assert isinstance(block.conv1, EmptyConv2d)
-    assert isinstance(block.bn1, EmptyBatchNorm2d)
+    assert isinstance(block.conv1, EmptyConv)
+    assert isinstance(block.bn1, EmptyNorm)
     assert isinstance(block.conv1, nn.Conv2d)
     assert torch.equal(copy.deepcopy(result.model)(IMAGES), result.model(IMAGES))
     again = ispasp.prune(result.model, [IMAGES], 0.5, progress=False)

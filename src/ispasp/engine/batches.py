@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import tee
 from typing import Any, Literal
 
 import torch
@@ -82,17 +82,11 @@ class Replayed:
     """Batches of an iterator, kept so that they can be iterated again; read on demand."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        self._rest = iter(batches)
-        self._read: list[Any] = []
+        self._all = iter(batches)
 
     def __iter__(self) -> Iterator[Any]:
-        for number in count():
-            while number >= len(self._read):
-                try:
-                    self._read.append(next(self._rest))
-                except StopIteration:
-                    return
-            yield self._read[number]
+        self._all, again = tee(self._all)
+        return again
 
 
 def one_batch(model: nn.Module, given: Any) -> Batch:

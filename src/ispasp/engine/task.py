@@ -106,16 +106,13 @@ def attached(
     statistics: Statistics, name: str, sites: Sequence[Site], totals: Mapping[tuple[int, str], Sensitivity]
 ) -> Statistics:
     """Add sensitivities to statistics. A mixture-of-experts site has several readings: the first gets them."""
-    rows, at = list(statistics.readings), 0
-    each = len(rows) // len(sites)
-    for site in sites:
-        total = totals[site.number, name]
-        nothing = Sensitivity(torch.zeros_like(total.total), total.examples)
-        for k in range(each):
-            row = rows[at + k]
-            rows[at + k] = Reading(row.consumer, *row.statistics.values(), nothing if k else total)
-        at += each
-    return replace(statistics, readings=tuple(rows))
+    each, readings = len(statistics.readings) // len(sites), []
+    for number, row in enumerate(statistics.readings):
+        taken = totals[sites[number // each].number, name]
+        if number % each:
+            taken = replace(taken, total=torch.zeros_like(taken.total))
+        readings.append(Reading(row.consumer, *row.statistics.values(), taken))
+    return replace(statistics, readings=tuple(readings))
 
 
 @dataclass(frozen=True, eq=False)

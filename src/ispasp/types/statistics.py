@@ -183,23 +183,28 @@ class Gram(Total):
         return cls(X @ X.mT, _examples(H))
 
 
+class _Backward(Total):
+    """A statistic of gradients."""
+
+    needs_loss: ClassVar[bool] = True
+
+    @classmethod
+    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
+        raise InputError(f"activations alone give no {cls.name}: ispasp.prune takes it, by a backward pass")
+
+
 @register_statistic
-class Sensitivity(Total):
+class Sensitivity(_Backward):
     """First-order effect of masking each unit: sum over examples of |sum over its channels and positions of H dL/dH|.
 
     (units,): the derivative of the loss by a factor on the unit, in absolute value (Michel et al. 2019).
     """
 
     name: ClassVar[str] = "sensitivity"
-    needs_loss: ClassVar[bool] = True
-
-    @classmethod
-    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        raise InputError("activations alone give no sensitivity: pass loss= to ispasp.prune")
 
 
 @register_statistic
-class Fisher(Total):
+class Fisher(_Backward):
     """Squared gradients at the consumer's outputs, before a BatchNorm that follows: summed over the data. (outputs,)
 
     The loss is the negative log-likelihood of labels that are drawn from the model's own predictions. A small change d
@@ -208,12 +213,6 @@ class Fisher(Total):
     """
 
     name: ClassVar[str] = "fisher"
-    needs_loss: ClassVar[bool] = True
-
-    @classmethod
-    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        """Raise: it takes a backward pass."""
-        raise InputError("activations alone give no Fisher information: ispasp.prune takes it, by a backward pass")
 
 
 def _examples(H: Tensor) -> int:
@@ -273,11 +272,6 @@ class Reading:
     def gram(self) -> Gram | None:
         """Sums of X X^T."""
         return self.get(Gram)
-
-    @property
-    def sensitivity(self) -> Sensitivity | None:
-        """Effects on the loss."""
-        return self.get(Sensitivity)
 
     def __add__(self, other: Reading) -> Reading:
         if self.statistics.keys() != other.statistics.keys():
