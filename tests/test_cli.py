@@ -246,7 +246,7 @@ WRONG = {
         ["prune", "nets.py:tiny", *DATA, "--compensate", "yes"],
         "is not one of 'dense', 'local', 'none'",
     ),
-    "unknown refit": (["prune", "nets.py:tiny", *DATA, "--refit", "some"], "is not one of 'consumers', 'all'"),
+    "unknown refit": (["prune", "nets.py:tiny", *DATA, "--refit", "some"], "is not one of 'auto', 'consumers', 'all'"),
     "refit without dense": (["prune", "nets.py:tiny", *DATA, "--refit", "all", "--compensate", "none"], "refit='all'"),
     "no ridge": (["prune", "nets.py:tiny", *DATA, "--ridge", "0"], "ridge=0.0: pass a positive number"),
     "memory of no size": (

@@ -57,7 +57,7 @@ from ispasp.types.dimension import is_integer
 from ispasp.types.plan import Plan
 
 Compensate = Literal["local", "dense"] | None
-Refitted = Literal["consumers", "all"]
+Refitted = Literal["auto", "consumers", "all"]
 Bias = Literal["auto", "add", "keep"]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,7 +124,11 @@ class Options:
         return [
             ("compensate", self.compensate in (None, "local", "dense"), "choose None, 'local' or 'dense'"),
             ("order", self.order in get_args(Order), "choose 'sequential' (as the paper), 'oneshot' or 'global'"),
-            ("refit", self.refit == "consumers" or dense, "choose 'consumers', or 'all' with compensate='dense'"),
+            (
+                "refit",
+                self.refit in ("auto", "consumers") or dense,
+                "choose 'consumers', or 'all' with compensate='dense'",
+            ),
             ("bias", self.bias in get_args(Bias), "choose 'add', 'keep' or 'auto'"),
             ("uniform", isinstance(self.uniform, bool), "pass True or False"),
             (
@@ -181,6 +185,8 @@ def options_for(model: nn.Module, given: Mapping[str, Any]) -> Options:
         chosen["method"] = best_method(chosen["order"])
     if not isinstance(chosen["method"], str):
         chosen["method"] = selector(chosen["method"])
+    if chosen["refit"] == "auto":
+        chosen["refit"] = "all" if chosen["compensate"] == "dense" else "consumers"
     chosen["kinds"] = kinds_of(chosen["kinds"])
     chosen["skip"] = _skipped(model, chosen["skip"])
     if callable(chosen["loss"]):

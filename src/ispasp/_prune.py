@@ -67,7 +67,7 @@ def prune(
     loss: Loss | None = None,
     memory: int | None = None,
     ridge: float | None = None,
-    refit: Refitted = "consumers",
+    refit: Refitted = "auto",
     bias: Bias = "auto",
     uniform: bool = False,
     evaluate: Evaluate | None = None,
@@ -113,9 +113,10 @@ def prune(
                    number or a dict of them, which are in `result.scores`
       hold_out     hold out about an eighth of the examples, if there are 32 or more, to judge the pruned model by
       memory       bytes that waiting activations may take; beyond that, batches are run again for every layer
-      refit        "consumers" of pruned units, or "all" layers from the first of them on (slower, a little better)
+      refit        "consumers" of pruned units, or "all" layers from the first of them on (slower, better); "auto" is
+                   "all" with compensate="dense", else "consumers"
       bias         "add" lets compensation give layers a bias that they did not have; "keep" does not; "auto" keeps
-                   with uniform=True, else adds
+                   with uniform=True, else adds where a layer reads pruned units
       uniform      a budget keeps the same fraction of every hidden dimension, so that a Hugging Face config can say the
                    widths and plain `from_pretrained` opens the saved model
       ridge        of the refit, relative to the mean variance of the inputs; None chooses it for each consumer by the
@@ -155,7 +156,7 @@ def prune_(
     loss: Loss | None = None,
     memory: int | None = None,
     ridge: float | None = None,
-    refit: Refitted = "consumers",
+    refit: Refitted = "auto",
     bias: Bias = "auto",
     uniform: bool = False,
     evaluate: Evaluate | None = None,

@@ -104,7 +104,8 @@ class Work:
     def slot(self, site: Site) -> Slot:
         """Where the new weights of a site are stored."""
         found = slot(site, self.graphs, self.model, self.tensors)
-        keeps = found.into == "new bias" and not self.options.adds_biases
+        adds = self.options.adds_biases and (bool(site.names) or self.options.bias == "add")
+        keeps = found.into == "new bias" and not adds
         return Slot(found.weight, why_not="bias='keep' adds none") if keeps else found
 
 

@@ -203,7 +203,7 @@ def test_results_write_a_card(tmp_path: Path) -> None:
 
 def test_biases_that_the_config_has(tmp_path: Path) -> None:
     """Llama's `mlp_bias` and `attention_bias` add more of them than were gained: the others are zeros."""
-    result = ispasp.prune(dense("llama"), [{"input_ids": IDS}], bias="add", ridge=0.01, progress=False)
+    result = ispasp.prune(dense("llama"), [{"input_ids": IDS}], ridge=0.01, progress=False)
     assert result.plan.structure.biases
     folder = ispasp.save(result, tmp_path)
     assert folder.way == "plain"

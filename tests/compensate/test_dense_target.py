@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def test_every_layer_may_be_refitted_from_the_first_pruned_one_on() -> None:
     assert_close(output(result.model, x), output(model, x), rtol=0, atol=1e-6)
     assert torch.equal(result.model[0].weight, model[0].weight)  # comes before anything is pruned
     assert result.model[0].bias is None
-    assert (output(ispasp.prune(model, [x], **options).model, x) - output(model, x)).abs().max() > 0.5
+    bare = ispasp.prune(model, [x], refit="consumers", **options)
+    assert (output(bare.model, x) - output(model, x)).abs().max() > 0.5
 
 
 def test_a_layer_that_loses_nothing_may_gain_a_bias(tmp_path: Path) -> None:
@@ -124,13 +126,15 @@ def test_a_layer_that_loses_nothing_may_gain_a_bias(tmp_path: Path) -> None:
         return alive(mlp(5, 16, 12, 3, bias=False), seed)
 
     x = torch.randn(100, 5, dtype=torch.float64)
-    result = ispasp.prune(build(), [x], {"0": 0.5}, refit="all", ridge=1e-4, progress=False)
+    result = ispasp.prune(build(), [x], {"0": 0.5}, refit="all", bias="add", ridge=1e-4, progress=False)
     assert all(isinstance(result.model[k].bias, nn.Parameter) for k in (2, 4))
     assert result.model[0].bias is None
     assert result.cost.params == sum(p.numel() for p in result.model.parameters())
     ispasp.save(result, tmp_path)
     assert torch.equal(output(ispasp.load(tmp_path, build(1)), x), output(result.model, x))
-    bare = ispasp.prune(build(), [x], {"0": 0.5}, progress=False)
+    bare = ispasp.prune(build(), [x], {"0": 0.5}, refit="consumers", progress=False)
+    auto = ispasp.prune(build(), [x], {"0": 0.5}, refit="all", progress=False).model
+    assert isinstance(auto[2].bias, nn.Parameter) and auto[4].bias is None  # the last reads no pruned units
     left, more = ((output(r.model, x) - output(build(), x)).norm() for r in (result, bare))
     assert left < more
 
@@ -138,7 +142,8 @@ def test_a_layer_that_loses_nothing_may_gain_a_bias(tmp_path: Path) -> None:
 def test_a_consumer_that_loses_nothing_is_not_touched() -> None:
     torch.manual_seed(0)
     dense = Lost("skip first").eval()
-    result = ispasp.prune(dense, [torch.randn(80, 4, dtype=torch.float64)], {"up1": [1]}, progress=False)
+    x = torch.randn(80, 4, dtype=torch.float64)
+    result = ispasp.prune(dense, [x], {"up1": [1]}, refit="consumers", progress=False)
     assert torch.equal(result.model.down2.weight, dense.down2.weight)
     assert not torch.equal(result.model.down1.weight, dense.down1.weight[:, 1:])
 
@@ -161,3 +166,13 @@ def test_errors_of_earlier_layers_are_corrected() -> None:
         result = ispasp.prune(dense, [x], 0.5, compensate=compensate, progress=False)
         left[compensate] = float((output(result.model, x) - output(dense, x)).norm() / output(dense, x).norm())
     assert left["dense"] < left["local"] < left[None]
+
+
+@pytest.mark.parametrize(("compensate", "refit"), [("dense", "all"), ("local", "consumers"), (None, "consumers")])
+def test_by_default_all_layers_are_refitted_to_the_dense_network(compensate: Any, refit: Any) -> None:
+    x = torch.randn(60, 5, dtype=torch.float64)
+    options = {"keep": {"0": 0.5}, "compensate": compensate, "progress": False}
+    result = ispasp.prune(alive(mlp(5, 16, 12, 3)), [x], **options)
+    asked = ispasp.prune(alive(mlp(5, 16, 12, 3)), [x], refit=refit, **options)
+    assert result.settings["refit"] == refit
+    assert torch.equal(output(result.model, x), output(asked.model, x))

@@ -96,7 +96,7 @@ def test_a_row_that_cannot_be_measured_says_why_and_is_tried_again(folder: Path)
 
 
 def test_targets_are_judged_by_the_default_method() -> None:
-    row = accuracy.Row("resnet56", "macs", 0.5, "auto", "no", 10_000, 91.0, None, 0.5, 0.5, 60.0, 0, None, "")
+    row = accuracy.Row("resnet56", "macs", 0.5, "auto", "all", "no", 10_000, 91.0, None, 0.5, 0.5, 60.0, 0, None, "")
     better = replace(row, method="obs", score=95.0)
     page = accuracy.as_page([row, better, replace(row, heal="yes", score=92.5), replace(row, test=5, score=10.0)])
     assert "half of the MACs, not healed, target >= 91.3: 91.00 with `Macs(0.5)`, **short by 0.30**." in page
@@ -108,6 +108,15 @@ def test_targets_are_judged_by_the_default_method() -> None:
     page = accuracy.as_page([text])
     assert "target <= 60: 70.00 with `keep=0.75`, **short by 10.00**." in page
     assert "70.00 (99.00)" in page
+
+
+def test_rows_of_another_refit_are_marked_and_give_way() -> None:
+    row = accuracy.Row("resnet56", "macs", 0.5, "auto", "all", "no", 10_000, 91.0, None, 0.5, 0.5, 60.0, 0, None, "")
+    old = replace(row, refit="consumers", score=90.0)
+    assert old.key != row.key
+    page = accuracy.as_page([row, old, replace(old, heal="yes", score=92.0)])
+    assert r"| **91.00** | **92.00\*** |" in page and "90.00" not in page
+    assert r"healed, target >= 92.5: 92.00\* with `Macs(0.5)`" in page
 
 
 def test_unknown_tasks_methods_and_ways_are_refused() -> None:

@@ -149,11 +149,11 @@ class HowOptions:
     order: Literal["sequential", "oneshot", "global"] = o.opt(
         "sequential", _HOW, "Layer by layer, all layers in the dense network, or all units ranked together."
     )
-    refit: Literal["consumers", "all"] = o.opt(
-        "consumers", _HOW, "Consumers of pruned units, or all layers after them."
+    refit: Literal["auto", "consumers", "all"] = o.opt(
+        "auto", _HOW, "Consumers of pruned units, or all layers after them. auto: all with --compensate dense."
     )
     bias: Literal["auto", "add", "keep"] = o.opt(
-        "auto", _HOW, "Whether refits may add biases to layers without one. auto: unless --uniform."
+        "auto", _HOW, "Whether refits may add biases. auto: to layers that read pruned units, unless --uniform."
     )
     ridge: float | None = o.opt(
         None, _HOW, "Ridge of compensation, relative to its inputs' variance. Default: chosen on held-out data."

@@ -12,6 +12,7 @@ from typing import Any
 
 from ispasp._heal import heal
 from ispasp._keep import recipes
+from ispasp._options import Refitted
 from ispasp._prune import prune
 from ispasp._survey import survey
 from ispasp.budget import Macs
@@ -26,6 +27,7 @@ METHODS = ("auto", "ispasp", "l1", "obs", "random")
 NAME = "accuracy.csv"
 PAGE = "accuracy.md"
 DENSE = "dense"
+REFIT: Refitted = "all"  # the default of `prune`; older rows have another, and are marked
 HEALED, PLAIN = "yes", "no"
 WAYS = {
     "keep": "`keep={size:g}`",
@@ -33,7 +35,7 @@ WAYS = {
     "macs": "`Macs({size:g})`",
     "recipe": "260 M recipe",
 }
-Key = tuple[str, str, float, str, str, int]
+Key = tuple[str, str, float, str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Row:
     way: str
     size: float
     method: str
+    refit: str
     heal: str
     test: int
     score: float | None
@@ -62,7 +65,7 @@ class Row:
     @property
     def key(self) -> Key:
         """The key of this row."""
-        return self.task, self.way, self.size, self.method, self.heal, self.test
+        return self.task, self.way, self.size, self.method, self.refit, self.heal, self.test
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,10 @@ def run(task: str, folder: Path, choice: Choice = Choice(), *, progress: bool = 
     path, network = folder / NAME, NETWORKS[task]
     done = _known(path)
     test = choice.test or network.test
-    blank = Row(task, "", 1.0, DENSE, PLAIN, test, None, None, 1.0, 1.0, None, 0, None, _commit())
+    blank = Row(task, "", 1.0, DENSE, "", PLAIN, test, None, None, 1.0, 1.0, None, 0, None, _commit())
     jobs: dict[Row, list[str]] = {}
     for way, size, method in choice.grid(network):
-        row = replace(blank, way=way, size=size, method=method, params=None, macs=None)
+        row = replace(blank, way=way, size=size, method=method, refit=REFIT, params=None, macs=None)
         wanted = [healed for healed in choice.heals if replace(row, heal=healed).key not in done]
         if wanted:
             jobs[row] = wanted
@@ -180,7 +183,7 @@ def _pruned(row: Row, work: Task, *, progress: bool) -> Result:
         found = survey(work.model, work.calibration[0])
         cost = found.cost(found.plan(row.size))
         keep = Macs(cost.macs / cost.dense_macs)
-    return prune(work.model, work.calibration, keep, method=row.method, examples=None, progress=progress)
+    return prune(work.model, work.calibration, keep, method=row.method, refit=REFIT, examples=None, progress=progress)
 
 
 def _scored(row: Row, work: Task, model: Any) -> Row:
@@ -200,7 +203,7 @@ def _commit() -> str:
 def described(row: Row) -> str:
     """One line about a row.
 
-    >>> described(Row("resnet20", "keep", 0.5, "l1", "no", 100, 88.5, None, 0.5, 0.5, 9.0, 0, None, "", ""))
+    >>> described(Row("resnet20", "keep", 0.5, "l1", "all", "no", 100, 88.5, None, 0.5, 0.5, 9.0, 0, None, "", ""))
     'resnet20, `keep=0.5`, l1, heal no: 88.5 in 9 s'
     """
     what = f"{row.task}, {WAYS[row.way].format(size=row.size)}, {row.method}, heal {row.heal}" if row.way else row.task
@@ -228,7 +231,8 @@ def as_page(rows: Sequence[Row]) -> str:
         "Made by `ispasp bench accuracy` from [accuracy.csv](accuracy.csv), which has the commit, the seconds and the "
         "size of every row. No labels are used anywhere. Every network is pruned with `ispasp.prune`, its defaults and "
         "the method named; `+ heal` is the same network after `ispasp.heal`. The best of a line is bold, `-` was not "
-        "run. MACs are parts of the dense network's.",
+        "run. MACs are parts of the dense network's. `*` marks networks whose layers were refitted only where they "
+        "read removed units (`refit='consumers'`, the default before); they were not run with the default.",
         "",
     ]
     for task in NETWORKS:
@@ -237,8 +241,9 @@ def as_page(rows: Sequence[Row]) -> str:
 
 
 def _largest(rows: Sequence[Row]) -> dict[tuple[str, float, str, str], Row]:
-    """Rows by way, size, method and heal, each from the largest test."""
-    ordered = sorted((row for row in rows if row.score is not None), key=lambda row: row.test)
+    """Rows by way, size, method and heal, each with the default refit if there is one, from the largest test."""
+    known = (row for row in rows if row.score is not None)
+    ordered = sorted(known, key=lambda row: (row.refit == REFIT, row.test))
     return {(row.way, row.size, row.method, row.heal): row for row in ordered}
 
 
@@ -280,7 +285,12 @@ def _cell(row: Row | None, network: Network) -> str:
     if row is None or row.score is None:
         return "-"
     other = "" if row.other is None else f" ({row.other:.{network.digits}f})"
-    return f"{row.score:.{network.digits}f}{other}"
+    return f"{row.score:.{network.digits}f}{other}{_mark(row)}"
+
+
+def _mark(row: Row) -> str:
+    """The mark of a row that was not refitted as by default."""
+    return "" if row.refit in ("", REFIT) else r"\*"
 
 
 def _verdicts(network: Network, target: Target, found: Mapping[tuple[str, float, str, str], Row]) -> Iterator[str]:
@@ -295,4 +305,4 @@ def _verdicts(network: Network, target: Target, found: Mapping[tuple[str, float,
         short = row.score - wanted if network.lower_is_better else wanted - row.score
         verdict = "reached" if short <= 0 else f"short by {short:.{network.digits}f}"
         way = WAYS[row.way].format(size=row.size)
-        yield f"{text}{row.score:.{network.digits}f} with {way}, **{verdict}**."
+        yield f"{text}{row.score:.{network.digits}f}{_mark(row)} with {way}, **{verdict}**."

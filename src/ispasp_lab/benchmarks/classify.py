@@ -93,6 +93,7 @@ def _pruned(model: nn.Module, found: list[Tensor], keep: Any, method: str, compe
         keep,
         method=method,
         compensate=compensate,
+        refit="consumers",  # as the pages were measured
         loss=own_label_loss,
         examples=None,
         progress=False,

@@ -65,6 +65,7 @@ def prune(model: nn.Module, batches: list[Tensor], T: int, compensate: Compensat
         RECIPE,
         method=ISpaSP(iterations=T),
         compensate=compensate,
+        refit="consumers",  # as the pages were measured
         order="sequential",
         examples=None,
         progress=False,

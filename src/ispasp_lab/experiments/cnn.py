@@ -166,6 +166,7 @@ def _pruned(settings: Settings, model: nn.Module, images: Images, method: str, c
         keep=keep,
         method=method,
         compensate=None if compensate == "none" else cast("Compensate", compensate),
+        refit="consumers",  # as the pages were measured
         order="oneshot" if "sensitivity" in selector(method).needs else "sequential",
         examples=None,
         loss=cross_entropy,

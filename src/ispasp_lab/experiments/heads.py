@@ -162,6 +162,7 @@ def pruned(model: nn.Module, batches: Sequence[Batch], keep: float, method: str,
         keep=keep,
         method=selectors[method],
         compensate=None if compensate == "none" else cast("Compensate", compensate),
+        refit="consumers",  # as the pages were measured
         order="global" if method == "taylor" else "sequential",
         kinds=("head",),
         input_of=inputs_of,
