@@ -23,7 +23,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("other = k - 1 if k > 0 else k + 1", "other = k - 1"),
         ("while problem.slack(place) < 0 and rates:", "while problem.slack(place) < -1 and rates:"),
         ("if saved <= 0:", "if saved < 0:"),
-        ("if rates and rate > rates[0][0]:", "if rates and rate < rates[0][0]:"),
+        ("if rates and rate > rates[0][0]:", "if False:"),
         (
             "        if problem.slack(_at(place, {d: middle})) >= 0:\n",
             "        if problem.slack(_at(place, {d: middle})) > 9:\n",
