@@ -316,6 +316,6 @@ def test_ctrl_c_while_corrections_are_tried_leaves_the_numbers_of_the_forward(mo
         raise KeyboardInterrupt
 
     model = Heads()
-    monkeypatch.setattr("ispasp.surgery.corrections.call", interrupted)
+    monkeypatch.setattr("ispasp.surgery.corrections.runs", interrupted)
     with model_unchanged(model, "survey"), pytest.raises(KeyboardInterrupt):
         ispasp.survey(model, X)

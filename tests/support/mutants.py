@@ -156,14 +156,10 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("    with evaluating(model), seeded():\n        graph", "    with evaluating(model):\n        graph"),
     ],
     ("surgery/corrections.py", TRIAL): [
-        ("if found is not None and _fits(found, dense.get(frame.path, ()), allowed):", "if found is not None:"),
+        ("            if found:\n", "            if True:\n"),
         ("if type(module) is cls:", "if False:"),
     ],
 }
 
 # Survivors, by their text: why they do no harm.
-HARMLESS: dict[str, str] = {
-    "if found is not None and _fits(found, dense.get(frame.path, ()), allowed):": (
-        "a correction that only looks right is found out when the trial compares with masking"
-    ),
-}
+HARMLESS: dict[str, str] = {}

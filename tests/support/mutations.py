@@ -1,7 +1,8 @@
 """Try every mutation of `support.mutants` in a copy of the library: `make mutations` writes docs/results/mutations.md.
 
-`python -m support.mutations [--out FILE] [--log FILE] [--only TEXT]`. A test that fails kills a mutation. Each runs in
-a forked process that has torch and pytest loaded already. What stands in the log is not tried again.
+`python -m support.mutations [--out FILE] [--log FILE] [--only TEXT] [--again LOG]`. A test that fails kills a mutation.
+Each runs in a forked process that has torch and pytest loaded already. What stands in the log is not tried again.
+`--again` tries those of an older log first with the test that killed them then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -132,10 +133,21 @@ def tried(mutant: Mutant) -> str:
     return found
 
 
+def logged(log: Path | None) -> dict[str, str]:
+    """The outcomes in a log, by the names of mutants."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log is not None and log.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def quicker(mutant: Mutant, killers: dict[str, str]) -> Mutant:
+    """The mutant, with the test first that killed it before."""
+    killer = killers.get(mutant.name, "")
+    return replace(mutant, tests=(killer, *mutant.tests)) if killer.startswith("tests/") else mutant
+
+
 def results(every: Sequence[Mutant], log: Path) -> list[tuple[Mutant, str]]:
     """The mutants with their outcomes. New outcomes go to the log; Ctrl-C leaves the rest for the next time."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    known: dict[str, str] = dict(json.loads(line) for line in lines)
+    known = logged(log)
     with suppress(KeyboardInterrupt):  # those that are left can be tried another time
         for mutant in every:
             if mutant.name not in known:
@@ -174,11 +186,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--log", type=Path, default=ROOT / ".mutations.jsonl")
     parser.add_argument("--only", default="")
+    parser.add_argument("--again", type=Path)
     given = parser.parse_args()
     for name in ("torch.export._trace", "torch.distributed", "hypothesis", "numpy", "safetensors.torch"):
         import_module(name)
     compileall.compile_dir(ROOT / "src", quiet=1)
-    every = list(mutants(given.only))
+    every = [quicker(mutant, logged(given.again)) for mutant in mutants(given.only)]
     for mutant in every:
         mutant.source()
     found = results(every, given.log)

@@ -251,11 +251,11 @@ def test_the_same_code_is_refused_everywhere_at_once() -> None:
 
 
 class Gated(nn.Module):
-    """Needs its `inner` corrected."""
+    """Needs its `inner` corrected, and no other number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = 8
+        self.other, self.inner = 8, 8
         self.up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -275,4 +275,4 @@ def test_a_correction_is_searched_once_for_a_class(monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(Gated(), Gated())
     ispasp.apply_(model, ispasp.survey(model, torch.randn(3, 4)).plan(0.5))
     assert [a.name for chosen in found for a in chosen] == ["inner"]
-    assert [block.inner for block in model] == [4, 4]
+    assert [(block.other, block.inner) for block in model] == [(8, 4), (8, 4)]

@@ -8,19 +8,15 @@ dimensions is a candidate, and the smallest set of corrections with which the mo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, islice, takewhile
-from typing import Any
 
 import torch
 from torch import nn
 
-from ispasp.engine.batches import tensors_of
-from ispasp.errors import TraceError
 from ispasp.graph.state import state_kept, uninterrupted
-from ispasp.graph.trace import Batch
 from ispasp.surgery.remove import numbers, put_back, write_number
-from ispasp.surgery.verify import Failure, Frame, output_of, watching
+from ispasp.surgery.verify import Failure, Frame
 from ispasp.types.dimension import Attribute, Extent, Kept, Structure, full_length, kept_length, names_in
 
 _TRIES = (200, 50, 15)  # most trials in the failing module, in the one around it, further out (slower)
@@ -28,45 +24,20 @@ _MOST_FRAMES = 6
 _MOST_PASSES = 60
 _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends on names, never their verdict
 
-Shape = tuple[int, ...]
-Shapes = Mapping[str, Sequence[Sequence[Shape]]]  # module -> for every call the shapes of the tensors it returned
 
-
-def shapes_of(model: nn.Module, batch: Batch) -> Shapes:
-    """The shapes of the tensors that every module returns, call by call."""
-    shapes: dict[str, list[list[Shape]]] = {}
-
-    def note(frame: Frame, output: Any) -> None:
-        shapes.setdefault(frame.path, []).append(_shapes(output))
-
-    try:
-        with watching(model, [], note):
-            output_of(model, batch)
-    except Exception as error:
-        raise TraceError(
-            f"{type(model).__name__} fails on a batch on which it ran before ({type(error).__name__}: "
-            f"{str(error)[:300]}): its forward must do the same on every call"
-        ) from error
-    return shapes
-
-
-def _shapes(output: Any) -> list[Shape]:
-    return [tuple(t.shape) for t in tensors_of(output)]
-
-
-def call(frame: Frame) -> list[Shape] | None:
-    """Call a module again; returns the shapes of its output, None if it fails."""
+def runs(frame: Frame) -> bool:
+    """Whether a module runs if it is called again."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), state_kept(frame.module):
         try:
-            return _shapes(frame.module(*frame.args, **frame.kwargs))
+            frame.module(*frame.args, **frame.kwargs)
         except Exception:
-            return None
+            return False
+    return True
 
 
-def search(failure: Failure, structure: Structure, kept: Kept, dense: Shapes) -> tuple[Attribute, ...]:
+def search(failure: Failure, structure: Structure, kept: Kept) -> tuple[Attribute, ...]:
     """Find corrections that make the failing module run, or one around it; empty if there are none."""
     frames = list(reversed(failure.stack))
-    allowed = _allowed(structure, kept)
     for depth, frame in enumerate(frames[:_MOST_FRAMES]):
         if is_builtin(frame.module):
             continue
@@ -78,12 +49,12 @@ def search(failure: Failure, structure: Structure, kept: Kept, dense: Shapes) ->
             try:
                 for correction in chosen:
                     write_number(modules[correction.module], correction.name, kept_length(correction.extent, kept))
-                found = call(frame)
+                found = runs(frame)
             finally:  # also on Ctrl-C
                 with uninterrupted():
                     for path, module in modules.items():
                         put_back(module, before[path])
-            if found is not None and _fits(found, dense.get(frame.path, ()), allowed):
+            if found:
                 return tuple(chosen)
     return ()
 
@@ -156,20 +127,3 @@ def _subsets(options: Sequence[Attribute]) -> Iterator[tuple[Attribute, ...]]:
         for chosen in combinations(options, size):
             if len({(correction.module, correction.name) for correction in chosen}) == size:
                 yield chosen
-
-
-def _allowed(structure: Structure, kept: Kept) -> set[tuple[int, int]]:
-    """The lengths that axes may have: pairs (dense, pruned)."""
-    axes = [extent for layout in structure.tensors.values() for extent in layout.axes.values()]
-    parts = [*axes, *((segment[:1],) for extent in axes for segment in extent)]
-    return {(full_length(part), kept_length(part, kept)) for part in parts}
-
-
-def _fits(found: Sequence[Shape], calls: Sequence[Sequence[Shape]], allowed: set[tuple[int, int]]) -> bool:
-    """Whether shapes equal the dense model's except on axes that have lost units."""
-
-    def fits(small: Shape, dense: Shape) -> bool:
-        pairs = zip(small, dense, strict=False)
-        return len(small) == len(dense) and all(x == y or (y, x) in allowed for x, y in pairs)
-
-    return any(len(found) == len(dense) and all(map(fits, found, dense)) for dense in calls)

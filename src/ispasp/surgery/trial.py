@@ -23,7 +23,7 @@ from ispasp.errors import InputError, TraceError
 from ispasp.graph.analyse import Analysis, cost_model
 from ispasp.graph.state import state_kept
 from ispasp.graph.trace import Batch, Trace, call_arguments, evaluating, run_and_restore
-from ispasp.surgery.corrections import Shapes, alike, candidates, common_path, is_builtin, search, shapes_of
+from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
 from ispasp.surgery.remove import removed
 from ispasp.surgery.verify import Failure, Frame, attempt, masked_output, relative_error, tolerance
 from ispasp.types.dimension import Attribute, Structure, names_in
@@ -124,7 +124,6 @@ class Trial:
     _example: Batch = field(init=False)  # the batch to run the model on
     _graph: TracedGraph = field(init=False)
     _limit: float = field(init=False)  # largest relative error allowed
-    _shapes: Shapes = field(default_factory=dict)  # what the dense modules return
     _searched: set[Key] = field(default_factory=set)  # corrections found by trial, not by the graph
     _by_analogy: set[Key] = field(default_factory=set)  # corrections taken over from another module
     _dropped: set[Key] = field(default_factory=set)  # those of them that did harm
@@ -192,12 +191,8 @@ class Trial:
         found: tuple[Attribute, ...] = ()
         with removed(self.model, Plan(kept, self.structure)):
             outcome = attempt(self.model, self._example)
-            failed = isinstance(outcome, Failure)
-            if isinstance(outcome, Failure) and searching and self._shapes:
-                found = search(outcome, self.structure, kept, self._shapes)
-        if failed and searching and not self._shapes:
-            self._shapes = shapes_of(self.model, self._example)
-            return self._try(kept, searching=True)
+            if isinstance(outcome, Failure) and searching:
+                found = search(outcome, self.structure, kept)
         return outcome, found
 
     def _error(self, outcome: Sequence[Tensor], kept: Kept) -> float:
