@@ -90,7 +90,7 @@ class Options:
     loss: Loss | None = None
     memory: int | None = None
     ridge: float | None = None
-    refit: Refitted = "consumers"
+    refit: Refitted = "auto"
     bias: Bias = "auto"
     uniform: bool = False
     evaluate: Evaluate | None = None

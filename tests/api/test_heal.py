@@ -76,7 +76,7 @@ def images() -> Tensor:
 
 @pytest.fixture(scope="module")
 def small(dense: Net, images: Tensor) -> nn.Module:
-    return ispasp.prune(dense, images, keep=0.4, method="random", progress=False).model
+    return ispasp.prune(dense, images, keep=0.4, method="random", refit="consumers", progress=False).model
 
 
 @pytest.fixture

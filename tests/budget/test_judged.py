@@ -68,7 +68,7 @@ def mislead(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 def test_the_uniform_cut_wins_where_the_curves_mislead(monkeypatch: pytest.MonkeyPatch) -> None:
     mislead(monkeypatch, 1e9)
-    result, judged = prune(monkeypatch)
+    result, judged = prune(monkeypatch, refit="consumers")  # a refit of all layers makes up for misled curves
     (_, by_curves), (_, even) = judged
     assert even < by_curves
     assert of(result, judged) == even
