@@ -73,6 +73,7 @@ def pruned_between(
         judge.agreement(model, ranks),
         trial.whole,
         latency=trial.latency,
+        tradeoffs=trial.tradeoffs,
     )
 
 

@@ -11,7 +11,9 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from torch import nn
 
-from ispasp.budget import Budget, Curve
+from ispasp.budget import Budget
+from ispasp.budget.curve import Curves
+from ispasp.budget.latency import LatencyModel
 from ispasp.errors import InputError
 from ispasp.types.dimension import HiddenDimension, is_integer, units_to_keep
 from ispasp.types.plan import Plan
@@ -88,7 +90,8 @@ class Widths:
 
     counts: Mapping[str, int]
     given: Mapping[str, tuple[int, ...]]
-    curves: Mapping[str, Curve] = field(default_factory=dict)  # of errors, if measured
+    found: Curves = field(default_factory=Curves)  # curves of errors, if measured
+    latency: LatencyModel | None = None  # of a `Latency` budget
 
 
 def check_keep(keep: Any) -> None:

@@ -337,11 +337,11 @@ def _widths(work: Work, clock: Stopwatch | None) -> Widths:
         if clock and clock.correct(counts):
             with suppress(InputError):  # out of reach: the result says by how much it misses the target
                 counts = budget_widths(whole, found, clock.budget, batch)
-        return Widths(counts, {}, found.curves)
+        return Widths(counts, {}, found, clock.budget.model if clock else None)
     chosen = widths(dimensions, o.keep, o.skip, o.round_to)
     if not o.curves:
         return chosen
-    return replace(chosen, curves=error_curves(work.keeping(chosen.counts), work.inputs.first).curves)
+    return replace(chosen, found=error_curves(work.keeping(chosen.counts), work.inputs.first))
 
 
 # Plan, apply, verify --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import dropwhile, islice
 from typing import Any
 
@@ -21,7 +21,7 @@ from ispasp._evaluate import divergence
 from ispasp._keep import rounded
 from ispasp._steps import Work, measure_all, stops, total_statistics, walk
 from ispasp.budget import Budget, Curve, Params, allocate
-from ispasp.budget.curve import error_curve, sampled_energy
+from ispasp.budget.curve import Curves, error_curve, sampled_energy
 from ispasp.compensate.refit import gather, refit
 from ispasp.engine.batches import count_examples, first_of, tensors_of
 from ispasp.engine.runner import Edits, Runner
@@ -36,18 +36,6 @@ _FEWEST, _TOKENS = 32, 1024  # examples of a sample at least, or tokens
 _WIDTHS = (0.5, 0.2)  # fractions of units that divergences are measured at; the first only where dimensions are many
 _MANY = 40
 _STEP = 0.5  # by which an exchange scales two curves, on a log scale
-
-
-@dataclass(frozen=True, eq=False)
-class Curves:
-    """The curve of every hidden dimension, and its units in an order whose beginnings are what widths keep."""
-
-    curves: Mapping[str, Curve]
-    order: Mapping[str, tuple[int, ...]]
-
-    def kept(self, name: str, width: int) -> tuple[int, ...]:
-        """The units that stay at a width."""
-        return tuple(sorted(self.order[name][:width]))
 
 
 def sample_of(batch: Batch, examples: int) -> Batch:

@@ -20,6 +20,7 @@ from ispasp._latency import LatencyResult
 from ispasp._steps import Decisions, Work
 from ispasp._store import SavedFolder, save
 from ispasp.budget import Budget
+from ispasp.budget.tradeoffs import Tradeoffs
 from ispasp.compensate.refit import Refit
 from ispasp.files.writing import write_page
 from ispasp.report import Column, Printed, Sheet, change, figures, told
@@ -121,6 +122,8 @@ class Result(Printed):
     """Time of a call before and after, where `keep` is a `Latency`."""
     example: Any = field(default=None, repr=False)
     """A small calibration batch, which `save` compares outputs on."""
+    tradeoffs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Plain values for predictions of other budgets; the report has a page of them. Empty without curves."""
 
     @property
     def plan_from_dense(self) -> Plan:
@@ -177,8 +180,8 @@ class Result(Printed):
         return save(self, folder, overwrite=overwrite)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as one HTML page that opens offline, without scripts. Returns its path."""
-        return write_page(path, html(json.loads(self.to_json()), self.curves))
+        """Write the report as one HTML page that opens offline, with a slider for the budget if there are curves."""
+        return write_page(path, html(json.loads(self.to_json()), self.curves, self.tradeoffs))
 
     def plot(self) -> Any:
         """A matplotlib Figure: units before and after, and errors, layer by layer."""
@@ -278,14 +281,27 @@ def result_of(
         evidence,
         {**work.options.described(), **work.inputs.described(work.team)},
         (*_advice(work, done, evidence, plan), *(latency.advice() if latency else ())),
-        {name: (curve.kept, curve.error) for name, curve in chosen.curves.items()},
+        {name: (curve.kept, curve.error) for name, curve in chosen.found.curves.items()},
         scores,
         agreement,
         _left_whole(work, {*work.counts, *unread}),
         gain,
         latency,
         work.example,
+        _tradeoffs(work, chosen, done),
     )
+
+
+def _tradeoffs(work: Work, chosen: Widths, done: Decisions) -> dict[str, Any]:
+    """Collect what predicts other budgets, if curves were measured."""
+    if not chosen.found.curves:
+        return {}
+    analysis, survey = work.survey.analysis, work.survey
+    gained = [analysis.extent(analysis.tracker.contractions[number].made[0]) for number in done.gained.values()]
+    reasons = {row.name: row.reason for row in _left_whole(work, {*chosen.found.curves})}
+    reasons |= {row.name: row.reason for row in survey.frozen}
+    known = Tradeoffs(chosen.found, survey.costs, gained, chosen.latency, work.options.round_to)
+    return known.record(analysis, json.loads(Plan({}, survey.structure).to_json()), reasons, chosen.counts)
 
 
 def _layers(work: Work, done: Decisions, evidence: Evidence) -> tuple[Layer, ...]:

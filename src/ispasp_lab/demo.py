@@ -157,7 +157,7 @@ def write(demo: Demo, folder: Path, command: str = "ispasp demo") -> Path:
     save(demo.result, folder)
     told = {**json.loads(demo.result.to_json()), "model": "Handwritten digits", "command": command}
     report = folder / "report.html"
-    report.write_text(html(told, demo.result.curves), encoding="utf-8")
+    report.write_text(html(told, demo.result.curves, demo.result.tradeoffs), encoding="utf-8")
     return report
 
 

@@ -144,7 +144,7 @@ def test_notebooks_reports_and_figures(tmp_path: Any) -> None:
         assert text.startswith("<div><b>")
         assert text.count("<tr>") >= 3  # a head and two hidden dimensions
     path = result.report(tmp_path / "report.html")
-    assert path.read_text() == html(json.loads(result.to_json()), result.curves)
+    assert path.read_text() == html(json.loads(result.to_json()), result.curves, result.tradeoffs)
     with pytest.raises(ispasp.errors.SaveError, match="cannot write the report"):
         result.report(tmp_path / "missing" / "report.html")
     assert len(result.plot().axes) == 2

@@ -134,6 +134,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
     text = html(result(), {"fc1": ((1, 8), (0.9, 0.0))})
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
+    assert "script-src 'none'" in text
     assert not any(name in ("src", "href", "srcset", "action") for _, attrs in page.tags for name in attrs)
     assert not re.search(r"url\(|@import|https?://|//", text)
     policy = next(a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -56,6 +57,18 @@ class Curve:
     def at(self, width: ArrayLike) -> NDArray[np.float64]:
         """The error at a width, or at an array of widths (same shape); flat outside the points."""
         return np.asarray(np.interp(np.asarray(width, dtype=np.float64), self.kept, self.error), dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """The curve of every hidden dimension, and its units in an order whose beginnings are what widths keep."""
+
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def kept(self, name: str, width: int) -> tuple[int, ...]:
+        """The units that stay at a width."""
+        return tuple(sorted(self.order[name][:width]))
 
 
 def error_curve(

@@ -24,10 +24,12 @@ from ispasp.cli.evaluate import scorer
 from ispasp.cli.loaded import Examples, Loaded, matched, runs
 from ispasp.cli.models import RESULT, ModelOptions, check_out, saved_folder, saved_result
 from ispasp.errors import InputError, SaveError
+from ispasp.files.reading import read_bytes
 from ispasp.report.html import html
 from ispasp.select import Selector, methods, selector
 from ispasp.train.augment import augmentation
 from ispasp.train.objective import labels_of, logits_of
+from ispasp.types.plan import Plan
 
 _AMOUNT, _HOW, _HEAL = "How much stays", "How", "Heal"
 _HEALING = ("time", "steps", "epochs", "augment", "blocks", "checkpoint")
@@ -63,6 +65,13 @@ def recipe_of(text: str) -> Any:
     if text not in recipes:
         raise InputError(f"choose from {', '.join(recipes)}")
     return recipes[text]
+
+
+def plan_of(text: str) -> Plan:
+    """Read the file of --plan."""
+    if not Path(text).is_file():
+        raise InputError("there is no such file: pass a plan.json, or one that report.html wrote")
+    return Plan.from_json(read_bytes(Path(text)))
 
 
 def bytes_of(text: str) -> int:
@@ -110,12 +119,13 @@ class AmountOptions:
         parser=recipe_of,
         autocompletion=o.completion(recipes),
     )
+    plan: Any = o.opt(None, _AMOUNT, "Units of a plan.json, as report.html writes for a budget.", parser=plan_of)
     uniform: bool = o.opt(False, _AMOUNT, "Give all layers the same fraction of a budget.", "--uniform")
     round_to: int | None = o.opt(None, _AMOUNT, "Round widths to multiples of this, such as 8.", min=1)
 
     def amount(self) -> Any:
         """Return `keep=` of `ispasp.prune`: a number, globs, a budget or a recipe."""
-        names = ("keep", "macs", "params", "latency", "recipe")
+        names = ("keep", "macs", "params", "latency", "recipe", "plan")
         given = [name for name in names if getattr(self, name) not in (None, [])]
         if len(given) > 1:
             raise InputError(f"--{' and --'.join(given)} together: pass one of --{', --'.join(names)}")
@@ -125,8 +135,8 @@ class AmountOptions:
             return Params(self.params)
         if self.latency is not None:
             return Latency(**self.latency, batch=self.latency_batch, runtime=self.runtime)
-        if self.recipe is not None:
-            return self.recipe
+        if self.recipe is not None or self.plan is not None:
+            return self.recipe or self.plan
         rules = {pattern or "*": value for pattern, value in self.keep or [("", 0.5)]}
         plain = self.keep is None or (len(rules) == 1 and not self.keep[0][0])
         return rules["*"] if plain else rules
@@ -320,7 +330,7 @@ def _write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Pa
     told["opens"] = ispasp.save(result, out).note
     try:
         (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
-        (out / "report.html").write_text(html(told, result.curves), encoding="utf-8")
+        (out / "report.html").write_text(html(told, result.curves, result.tradeoffs), encoding="utf-8")
         if found.tokenizer is not None:
             found.tokenizer.save_pretrained(out)
     except OSError as error:

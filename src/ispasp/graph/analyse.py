@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -280,6 +281,14 @@ def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[st
             if atom.frozen is not None and atom.frozen.text.startswith("no rule"):
                 rows.setdefault((owner(name) or name, atom.frozen.text), atom.frozen)
     yield from ((path, why) for (path, _), why in rows.items())
+
+
+def layers_of(analysis: Analysis) -> Iterator[tuple[str, Extent]]:
+    """The layers that sum over an axis, in the order of the network, and the axis that each of them makes."""
+    for contraction in analysis.tracker.contractions:
+        if UNKNOWN not in map(length, contraction.made):
+            axes = itertools.product(*map(analysis.extent, contraction.made))
+            yield ", ".join(_paths(contraction)), tuple(sum(parts, ()) for parts in axes)
 
 
 # Cost ---------------------------------------------------------------------------------------------------------------

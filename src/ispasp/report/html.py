@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -18,21 +21,23 @@ Record = Mapping[str, Any]
 _COMPENSATION = {"dense": "compensated towards the dense network", "local": "compensated layer by layer"}
 _FACETS = 24  # curves that are visible without a click
 _DASH = '<span class="dim">–</span>'
-# Browsers load nothing from outside: charts and styles are in the page.
+_MEASURES = {"macs": "MACs for one example", "params": "Parameters", "latency": "Milliseconds of a call"}
+# Browsers load nothing from outside: charts, styles and the script are in the page, and only this script may run.
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src {}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 """
 
 
-def html(result: Record, curves: Curves | None = None) -> str:
-    """One page from `json.loads(result.to_json())`: opens offline, in light and dark, without scripts.
+def html(result: Record, curves: Curves | None = None, tradeoffs: Record | None = None) -> str:
+    """One page from `json.loads(result.to_json())`: opens offline, in light and dark, readable without its script.
 
-    `curves`: hidden dimension -> (kept units, squared relative errors). `result` may also hold "command" (what was
-    typed), "model" (its name), "warnings" (sentences at the top) and "no_curves" (why there are none).
+    `curves`: hidden dimension -> (kept units, squared relative errors). `tradeoffs` are those of the result: the page
+    then has a slider for the budget. `result` may also hold "command" (what was typed), "model" (its name), "warnings"
+    (sentences at the top) and "no_curves" (why there are none).
     """
     layers, rows = list(result.get("layers", ())), _in_order(result)
     settings = result.get("settings", {})
@@ -42,6 +47,7 @@ def html(result: Record, curves: Curves | None = None) -> str:
         *(f'<p class="warning">{escape(str(text))}</p>' for text in result.get("warnings", ())),
         _tiles(result),
         *(f'<p class="advice">{escape(str(text))}</p>' for text in result.get("advice", ())),
+        _play(tradeoffs) if tradeoffs else "",
         _widths(rows),
         _table(rows, bool(settings.get("compensate"))),
         _curves(layers, curves or {}, str(result.get("no_curves", ""))),
@@ -51,14 +57,55 @@ def html(result: Record, curves: Curves | None = None) -> str:
         _settings(settings, str(result.get("command") or "")),
         _certificate(result, layers),
     ]
-    return page(title, "\n".join(part for part in parts if part))
+    return page(title, "\n".join(part for part in parts if part), _file("report.js") if tradeoffs else "")
 
 
-def page(title: str, body: str) -> str:
-    """A whole page around a body."""
-    css = files("ispasp.report").joinpath("style.css").read_text("utf-8")
+def page(title: str, body: str, script: str = "") -> str:
+    """A whole page around a body, with a script that runs at its end."""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    head = _HEAD.format(f"'sha256-{digest}'" if script else "'none'")
+    css = _file("style.css")
     inner = f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-    return visible(f"{_HEAD}{inner}</body>\n</html>\n")  # names may hold control characters
+    inner += f"<script>{script}</script>\n" if script else ""
+    return visible(f"{head}{inner}</body>\n</html>\n")  # names may hold control characters
+
+
+def _file(name: str) -> str:
+    return files("ispasp.report").joinpath(name).read_text("utf-8")
+
+
+def _play(tradeoffs: Record) -> str:
+    """The slider, what it changes, and the data that the script reads. Hidden until the script runs."""
+    names = [name for name in _MEASURES if name in tradeoffs["measures"]]
+    start = names[-1] if "latency" in names else names[0]
+    options = "".join(
+        f'<label><input type="radio" name="measure" value="{name}"{" checked" if name == start else ""}>'
+        f"{_MEASURES[name].partition(' ')[0].replace('Milliseconds', 'Latency')}</label>"
+        for name in names
+    )
+    tiles = "".join(
+        f'<div class="tile"><div class="label">{label}</div><div class="value"><span class="{name}"></span></div>'
+        f'<div class="under {name}-under"></div></div>'
+        for name, label in (("error", "Predicted error"), *((name, _MEASURES[name]) for name in names))
+    )
+    text = json.dumps(tradeoffs, separators=(",", ":"))  # ASCII; "<" could end the element
+    held = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    return f"""<section id="play" hidden><h2>Other budgets</h2>
+<p>Drag the budget. Widths and errors are predicted from the curves of the layers, costs are counted, times come from
+the measured table. The ring is this network. Save the plan, and run the same command with <code>--plan</code> and the
+file in place of the budget: it keeps these units, refits and proves.</p>
+<fieldset><legend>Budget</legend>{options}</fieldset>
+<svg class="tradeoff" role="img" aria-label="predicted error against the budget"></svg>
+<label class="chosen" for="budget"></label>
+<input type="range" id="budget" class="budget" min="0" max="100" step="0.1">
+<div class="tiles">{tiles}</div><h3>From input to output</h3>
+<div class="sketch" tabindex="0" role="group" aria-describedby="info"
+aria-label="layers from input to output; arrow keys go through them"></div>
+<p class="info" id="info" aria-live="polite">Point at a bar: a layer, as high as the root of its channels. Hatched ones
+stay whole, and say why.</p>
+<details><summary>Widths <b>{len(tradeoffs["dimensions"])}</b></summary><ul class="list"></ul></details>
+<button type="button" class="download">Save the plan</button>
+<script type="application/json" id="tradeoffs">{held}</script></section>"""
 
 
 def _header(title: str, settings: Record) -> str:
@@ -176,8 +223,8 @@ def _curves(layers: Sequence[Record], curves: Curves, without: str) -> str:
     kept = {layer["name"]: layer["kept"] for layer in layers}
     names = [name for name in dict.fromkeys([*kept, *curves]) if name in curves and len(curves[name][0])]
     about = (
-        "What the method would lose at other widths, as predicted from the calibration data, layer by layer and "
-        "without compensation. The dot is the chosen width with its error."
+        "What the method would lose at other widths, as predicted from the calibration data, layer by layer. The dot "
+        "is the chosen width with its error."
     )
     if not names and not without:
         return ""
