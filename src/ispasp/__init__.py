@@ -13,6 +13,7 @@ from ispasp._keep import recipes
 from ispasp._latency import LatencyResult
 from ispasp._onnx import export_onnx
 from ispasp._prune import prune, prune_
+from ispasp._reset import reset_
 from ispasp._store import load, save
 from ispasp._survey import Survey, survey
 from ispasp.budget import Latency, Macs, Params
@@ -49,6 +50,7 @@ __all__ = [
     "prune",
     "prune_",
     "recipes",
+    "reset_",
     "save",
     "select",
     "survey",

@@ -14,14 +14,16 @@ from typing import Any
 from torch import nn
 
 from ispasp._keep import Recipe as PruningRecipe
-from ispasp.engine.batches import batches_in
+from ispasp._soft import SoftUnits, soft_units
+from ispasp.engine.batches import batches_in, first_in
 from ispasp.engine.team import joined_team
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp.train.devices import need_accelerate
 from ispasp.train.loop import Run, train
 from ispasp.train.objective import Batch, Loss, Objective, Teacher, inputs_for, loss_of
-from ispasp.train.recipe import Recipe, Sgd
+from ispasp.train.recipe import Recipe, Sgd, Soft
+from ispasp.types.plan import Plan
 
 _SGD = Sgd()
 _ROWS = 5
@@ -41,6 +43,8 @@ class FinetuneResult:
     """How many steps came from a checkpoint."""
     scores: Mapping[int, float] = field(default_factory=dict)
     """Number of steps done -> what `evaluate` returned."""
+    plan: Plan | None = None
+    """What `soft` has removed."""
 
     def __str__(self) -> str:
         title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs"
@@ -78,6 +82,7 @@ def finetune(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 100,
     evaluate: Callable[[nn.Module], float] | None = None,
+    soft: Soft | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> FinetuneResult:
@@ -98,6 +103,8 @@ def finetune(
       A finished run does not run again.
     - `evaluate`: evaluate(model) -> number, called after every epoch in eval mode without gradients; see
       `result.scores`.
+    - `soft`: `ispasp.train.Soft(keep=0.7)` prunes while training: after every epoch, before `evaluate`, the units of
+      smallest norm are set to zero; at the end they are removed. A new model may be trained so from scratch.
 
     Resuming needs a loader with a length that gives as many batches every time, and draws random numbers only from the
     generators of torch, NumPy and Python or from those of its DataLoader or sampler. Workers must not be persistent.
@@ -128,16 +135,28 @@ def finetune(
         if teacher is not None and teacher.model is model:
             raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
         objective = Objective(loss_of(loss), input_of or inputs_for(model), label_smoothing, teacher)
+        units = _soft_units(soft, model, loader, objective)
         facts = {
             "label_smoothing": label_smoothing,
             "own_loss": loss is not None,
             "teacher": None if teacher is None else f"temperature {teacher.temperature}, weight {teacher.weight}",
+            **({} if soft is None else {"soft": repr(soft)}),
         }
     steps = recipe, objective, float(epochs), accumulate, seed, mixed_precision
     saves = None if checkpoint is None else Path(checkpoint), checkpoint_every
-    run = Run(*steps, *saves, progress, evaluate, () if teacher is None else (teacher.model,), facts)
+    after = evaluate if units is None else units.after_epoch(evaluate)
+    run = Run(*steps, *saves, progress, after, () if teacher is None else (teacher.model,), facts)
     losses, resumed, scores = train(run, model, loader)
-    return FinetuneResult(model, recipe, epochs, len(losses), losses, resumed, scores)
+    plan = None if units is None else units.remove_(model)
+    return FinetuneResult(model, recipe, epochs, len(losses), losses, resumed, scores, plan)
+
+
+def _soft_units(soft: Soft | None, model: nn.Module, loader: Iterable[Batch], objective: Objective) -> SoftUnits | None:
+    if soft is None:
+        return None
+    if not isinstance(soft, Soft):
+        raise InputError(f"soft is a {type(soft).__name__}: pass ispasp.train.Soft(keep=0.7)")
+    return soft_units(soft, model, objective.input_of(first_in(loader)))
 
 
 def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int) -> None:

@@ -54,6 +54,18 @@ class SlimMultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
+    def reset_parameters(self) -> None:
+        """Draw new weights as `nn.MultiheadAttention` does."""
+        W, b = self.in_proj_weight, self.in_proj_bias
+        for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if W is None else (W,):
+            nn.init.xavier_uniform_(weight)
+        for bias in (b, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
     def forward(
         self,
         query: Tensor,

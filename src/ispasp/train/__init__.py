@@ -1,6 +1,6 @@
 """Training: recipes, losses, data order, checkpoints, and the loop on accelerate."""
 
 from ispasp.train.objective import Teacher
-from ispasp.train.recipe import AdamW, Recipe, Sgd
+from ispasp.train.recipe import AdamW, Recipe, Sgd, Soft
 
-__all__ = ["AdamW", "Recipe", "Sgd", "Teacher"]
+__all__ = ["AdamW", "Recipe", "Sgd", "Soft", "Teacher"]

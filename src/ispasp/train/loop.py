@@ -25,6 +25,7 @@ from ispasp.train.objective import Batch
 from ispasp.train.recipe import Recipe
 
 Autocast = Callable[[], AbstractContextManager[Any]]
+NO_SCORE = object()  # what `evaluate` may return to give none
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Run:
     """Where checkpoints are written, one every `every` steps."""
     every: int = 100
     progress: bool = True
-    evaluate: Callable[[nn.Module], float] | None = None
+    evaluate: Callable[[nn.Module], Any] | None = None
     teachers: tuple[nn.Module, ...] = ()
     """Models that the loss runs: put on the same device, in eval mode."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -237,7 +238,9 @@ class _Loop:
             return
         self._copy_from_first(self.model.buffers())
         with evaluating(self.model):
-            score = self.run.evaluate(self.model)
+            score: Any = self.run.evaluate(self.model)
+        if score is NO_SCORE:
+            return
         try:
             value = torch.tensor(float(score), dtype=torch.float64, device=self.accelerator.device)
         except (TypeError, ValueError) as error:

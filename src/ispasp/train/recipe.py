@@ -1,10 +1,10 @@
-"""Training recipes: an optimizer and a schedule of its learning rate."""
+"""Training recipes: an optimizer and a schedule of its learning rate; soft filter pruning."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -109,6 +109,33 @@ class AdamW(Recipe):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class Soft:
+    """Soft filter pruning, for `ispasp.finetune(..., soft=ispasp.train.Soft(keep=0.7))`.
+
+    He, Kang, Dong, Fu, Yang (2018), Soft Filter Pruning for Accelerating Deep Convolutional Neural Networks. After
+    every epoch, the weights that make the units of smallest norm are set to zero in each hidden dimension. They are
+    trained on and may grow back. At the end the smallest units are removed.
+
+    `keep`: as in `prune`, budgets apart. `skip`: names and globs that stay whole. `norm`: of the weights that make a
+    unit; the paper takes 2.
+
+    Where we leave the paper: it prunes every convolution, residual streams included; here they stay, as in
+    `scope="blocks"`, since removing must equal masking. As in the paper a zeroed filter keeps its bias and its
+    BatchNorm, whose constant goes with it at the end.
+
+    >>> Soft(keep=0.7)
+    Soft(keep=0.7, skip=(), norm=2.0)
+    """
+
+    keep: Any
+    skip: Collection[str] = ()
+    norm: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check("norm", self.norm, lambda norm: norm > 0, "a number above 0, such as 2")
 
 
 def _check(name: str, value: Any, fits: Callable[[float], bool], wanted: str) -> None:
