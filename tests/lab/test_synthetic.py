@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ispasp.theory import row_compressibility
 from ispasp_lab.experiments import synthetic
+from ispasp_lab.theory import row_compressibility
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ispasp.errors import InputError
-from ispasp.theory import (
+from ispasp_lab import reference
+from ispasp_lab.theory import (
     RowCompressibility,
     assumption1,
     best_split,
@@ -22,7 +23,6 @@ from ispasp.theory import (
     theorem3,
     theorem3_as_printed,
 )
-from ispasp_lab import reference
 
 SEEDS = st.integers(0, 2**31)
 T = 5

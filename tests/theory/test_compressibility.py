@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ispasp.errors import InputError
-from ispasp.theory import RowCompressibility, best_split, row_compressibility
+from ispasp_lab.theory import RowCompressibility, best_split, row_compressibility
 
 MOMENTS = st.lists(st.floats(-1e3, 1e3).filter(lambda x: x == 0 or abs(x) > 1e-3), min_size=1, max_size=12)
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ispasp.theory import assumption1, best_split, lemma1, lemma2, mu, theorem1, theorem3, theorem3_as_printed
 from ispasp_lab import reference
+from ispasp_lab.theory import assumption1, best_split, lemma1, lemma2, mu, theorem1, theorem3, theorem3_as_printed
 
 SEEDS = st.integers(0, 2**31)
 R5 = math.sqrt(5)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ispasp.errors import InputError
-from ispasp.theory import assumption1, restricted_isometry
 from ispasp_lab import reference
+from ispasp_lab.theory import assumption1, restricted_isometry
 
 SEEDS = st.integers(0, 2**31)
 

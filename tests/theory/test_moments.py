@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ispasp.errors import InputError
-from ispasp.theory import best_split, mu
-from ispasp.theory.moments import as_matrix, as_moment
+from ispasp_lab.theory import best_split, mu
+from ispasp_lab.theory.moments import as_matrix, as_moment
 
 SEEDS = st.integers(0, 2**31)
 

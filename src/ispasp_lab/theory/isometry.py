@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.theory.moments import as_matrix
+from ispasp_lab.theory.moments import as_matrix
 
 _METHODS = ("auto", "exact", "monte_carlo", "coherence")
 _AUTO_SUPPORTS, _MAX_SUPPORTS = 20_000, 5_000_000  # below a second; minutes

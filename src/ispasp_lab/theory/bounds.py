@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.theory.moments import RowCompressibility, as_matrix, as_moment
+from ispasp_lab.theory.moments import RowCompressibility, as_matrix, as_moment
 
 
 class _Constants(NamedTuple):
