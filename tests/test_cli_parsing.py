@@ -15,9 +15,8 @@ from ispasp import Heal, Macs, Params
 from ispasp.cli import options as o
 from ispasp.cli.app import one_line
 from ispasp.cli.evaluate import accuracy, perplexity
-from ispasp.cli.loaded import Examples, numbered
+from ispasp.cli.loaded import Examples, Preprocessing, numbered
 from ispasp.cli.models import saved_folder
-from ispasp.cli.preprocessing import Preprocessing
 from ispasp.cli.prune import (
     AmountOptions,
     HealOptions,

@@ -16,9 +16,9 @@ from PIL import Image
 import ispasp
 from ispasp.cli.data import load_data
 from ispasp.cli.huggingface import Task, image_preprocessing
+from ispasp.cli.loaded import Preprocessing, from_dict
 from ispasp.cli.models import load_model
 from ispasp.cli.options import Wanted
-from ispasp.cli.preprocessing import Preprocessing, from_dict
 from support.cli import command, refusal
 
 NETS = """

@@ -20,11 +20,9 @@ from torch import nn
 
 import ispasp
 from ispasp.cli.data import load_data
-from ispasp.cli.loaded import Loaded, runs
-from ispasp.cli.models import load_model, saved_folder
+from ispasp.cli.loaded import Loaded, Preprocessing, runs
+from ispasp.cli.models import fill, load_model, saved_folder
 from ispasp.cli.options import Wanted
-from ispasp.cli.preprocessing import Preprocessing
-from ispasp.cli.weights import fill
 from ispasp.errors import InputError, IspaspError, MissingExtraError
 from support.forge import forge_model
 

@@ -19,13 +19,12 @@ from ispasp._latency import LatencyResult, timed_pair
 from ispasp._prune import prune
 from ispasp.budget.latency import Latency, Runtime
 from ispasp.engine.batches import Replayed, batches_in, count_examples, first_of, inputs_in, tensors_of
-from ispasp.engine.graphs import named_tensors
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
-from ispasp.files.writing import write_page
+from ispasp.files import write_page
 from ispasp.graph.analyse import analyse, cost_model
 from ispasp.graph.state import one_at_a_time, plain, unwrapped
-from ispasp.graph.trace import check_model, evaluating, run_and_restore
+from ispasp.graph.trace import check_model, evaluating, named_tensors, run_and_restore
 from ispasp.report import Column, Printed, Sheet, change, figures, told, track
 from ispasp.report.html import page
 from ispasp.result import Result

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ispasp._gguf_tokenizer import vocabulary
 from ispasp.errors import ExportError, InputError, failing_as, needed
-from ispasp.files.writing import make_folder, publish, workspace
+from ispasp.files import make_folder, publish, workspace
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.result import Result
 from ispasp.surgery.verify import output_of, relative_error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ispasp.errors import InputError, failing_as
-from ispasp.files.reading import is_regular, read_bytes
+from ispasp.files import is_regular, read_bytes
 
 _NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
 _SPLIT = (

@@ -22,10 +22,10 @@ from ispasp.engine.team import plain as comparable
 from ispasp.errors import InputError
 from ispasp.graph.state import plain, random_numbers_kept
 from ispasp.graph.trace import Batch, check_model
-from ispasp.train.augment import Examples, augmentation
 from ispasp.train.checkpoint import Store
 from ispasp.train.devices import accelerated_if_useful, placed
 from ispasp.train.healing import Healing, Networks, Stage
+from ispasp.train.loader import Examples, augmentation
 
 Augment = Callable[[Batch], Batch]
 _EPOCHS, _LEAST_STEPS, _MOST_STEPS = 20, 300, 3000  # where the user sets no limit

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ispasp import _resized
 from ispasp.engine.batches import tensors_of
+from ispasp.graph.trace import named_tensors
 from ispasp.surgery.corrections import parts_of
 from ispasp.surgery.remove import numbers
 from ispasp.surgery.verify import Frame, output_of, relative_error, watching
@@ -241,10 +242,10 @@ class _Family:
     def runs_alike(self, changes: Config, path: str, frame: Frame, expected: list[Tensor]) -> bool:
         """Whether a layer that is built with these changes gives what the pruned layer gave."""
         layer = self.built(self.dense, changes).get_submodule(path).to_empty(device=self.model.device).eval()
-        layer, mine = layer.to(self.model.dtype), _tensors(self.model.get_submodule(path))
+        layer, mine = layer.to(self.model.dtype), named_tensors(self.model.get_submodule(path))
         try:
             with torch.no_grad():
-                for name, tensor in _tensors(layer).items():
+                for name, tensor in named_tensors(layer).items():
                     tensor.copy_(mine[name]) if name in mine else tensor.zero_()
                 return relative_error(tensors_of(layer(*frame.args, **frame.kwargs)), expected) <= self.limit
         except Exception:  # a constructor or a forward may raise anything
@@ -263,8 +264,8 @@ class _Family:
     def table(self) -> Config | str:
         """Tensors and numbers of the pruned model that differ from those of the dense class."""
         dense = self.built(self.dense)
-        theirs = {name: tuple(t.shape) for name, t in _tensors(dense).items()}
-        mine = {name: tuple(t.shape) for name, t in _tensors(self.model).items()}
+        theirs = {name: tuple(t.shape) for name, t in named_tensors(dense).items()}
+        mine = {name: tuple(t.shape) for name, t in named_tensors(self.model).items()}
         modules = dict(dense.named_modules())
         attributes: dict[str, dict[str, int]] = {}
         for path, module in self.model.named_modules():
@@ -367,11 +368,6 @@ def _changed(config: Config, moves: tuple[_Move, ...]) -> Config:
     for move in moves:
         _at(new, move.path[:-1])[move.path[-1]] = move.value
     return new
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return dict(named)
 
 
 def _shapes(model: nn.Module, within: str = "") -> Shapes:

@@ -37,8 +37,7 @@ from ispasp.budget.latency import Latency, Runtime, Term, fitted, interpolated
 from ispasp.engine.batches import count_examples
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
-from ispasp.files.reading import read_json
-from ispasp.files.writing import make_folder, publish, workspace, write_bytes
+from ispasp.files import make_folder, publish, read_json, workspace, write_bytes
 from ispasp.graph.atoms import UNKNOWN, length
 from ispasp.graph.ops import call, given_to, op_of
 from ispasp.graph.state import copied, quiet

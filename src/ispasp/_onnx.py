@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import one_batch, tensors_of
 from ispasp.errors import ExportError, InputError, failing_as, needed
-from ispasp.files.writing import workspace
+from ispasp.files import workspace
 from ispasp.graph.state import one_at_a_time, plain, quiet
 from ispasp.graph.trace import Batch, call_arguments, evaluating
 from ispasp.surgery.verify import output_of, relative_error

@@ -44,12 +44,11 @@ from ispasp.engine.batches import (
     prepared,
     signature,
 )
-from ispasp.engine.graphs import named_tensors
 from ispasp.engine.task import Loss
 from ispasp.engine.team import Team, joined_team
 from ispasp.errors import InputError, OptionError
 from ispasp.graph.state import unwrapped
-from ispasp.graph.trace import Batch, run_and_restore
+from ispasp.graph.trace import Batch, named_tensors, run_and_restore
 from ispasp.select import Selector, selector
 from ispasp.surgery.remove import check_optimizer
 from ispasp.train.objective import loss_of

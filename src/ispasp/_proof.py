@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from ispasp.engine.batches import first_of, signature, tensors_of
-from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller, named_tensors, same_path
+from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller, same_path
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site
 from ispasp.errors import SurgeryError, failing_as
 from ispasp.graph.analyse import Analysis, matches, retracked
 from ispasp.graph.ops import output_channels, without_bias
 from ispasp.graph.state import seeded
-from ispasp.graph.trace import Batch, trace
+from ispasp.graph.trace import Batch, named_tensors, trace
 from ispasp.result import Evidence
 from ispasp.surgery.remove import all_or_nothing
 from ispasp.surgery.verify import FLOAT32, compare, output_of, set_values, stirred_batch, stirred_tensors, tolerance

@@ -22,14 +22,14 @@ from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
 from ispasp._widths import budget_widths, error_curves, narrowest, output_curves, sample_of, uniform_widths
 from ispasp.budget import Budget, Latency
 from ispasp.engine.batches import InputOf, Limit, signature
-from ispasp.engine.graphs import TracedGraphs, named_tensors
+from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.task import Loss
 from ispasp.engine.team import SAME_OPTIONS, Team, alike, graphs_alike, team, weights_alike
 from ispasp.errors import InputError, SurgeryError, TraceError
 from ispasp.graph.ops import op_of
 from ispasp.graph.state import copied, one_at_a_time, plain
-from ispasp.graph.trace import check_model, evaluating
+from ispasp.graph.trace import check_model, evaluating, named_tensors
 from ispasp.integrations.offload import materialised
 from ispasp.result import Evidence, Result, result_of
 from ispasp.select import Score, Selector

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook as 
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 
 from ispasp.errors import MissingExtraError, PlanError, SaveError, needed
-from ispasp.files.reading import TensorFile, digest, folder_path, is_regular, memory, opened, parsed, read_bytes
+from ispasp.files import TensorFile, digest, folder_path, is_regular, memory, opened, parsed, read_bytes
 from ispasp.types.plan import Plan
 
 PLAN, CONFIG, GENERATION, WEIGHTS = "plan.json", "config.json", "generation_config.json", "model.safetensors"

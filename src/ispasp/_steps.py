@@ -17,13 +17,13 @@ from ispasp._options import Inputs, Options
 from ispasp._survey import Survey
 from ispasp.compensate.refit import Gathered, Refit, Slot, gather, refit, slot, unfitted
 from ispasp.compensate.solve import Halves, Sums
-from ispasp.engine.graphs import TracedGraphs, named_tensors
+from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Lockstep, Runner
 from ispasp.engine.sites import Site, Tally, producers, read, sites
 from ispasp.engine.task import TaskLoss, attached, fishers, sensitivities
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError
-from ispasp.graph.trace import Batch
+from ispasp.graph.trace import Batch, named_tensors
 from ispasp.report import track
 from ispasp.select import Selector, selector
 from ispasp.select.evidence import descending

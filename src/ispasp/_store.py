@@ -32,8 +32,21 @@ from ispasp._saved import (
     writer,
 )
 from ispasp.errors import InputError, PlanError, SaveError, failing_as
-from ispasp.files.reading import check_dtype, check_names, check_tensor, folder_path, is_regular, opened, read_bytes
-from ispasp.files.writing import make_folder, publish, sync_folder, workspace, write_bytes, write_tensors
+from ispasp.files import (
+    check_dtype,
+    check_names,
+    check_tensor,
+    folder_path,
+    is_regular,
+    make_folder,
+    opened,
+    publish,
+    read_bytes,
+    sync_folder,
+    workspace,
+    write_bytes,
+    write_tensors,
+)
 from ispasp.graph.state import plain
 from ispasp.surgery.remove import (
     Undo,

@@ -22,7 +22,7 @@ from ispasp._store import SavedFolder, save
 from ispasp.budget import Budget
 from ispasp.budget.tradeoffs import Tradeoffs
 from ispasp.compensate.refit import Refit
-from ispasp.files.writing import write_page
+from ispasp.files import write_page
 from ispasp.report import Column, Printed, Sheet, change, figures, told
 from ispasp.report.html import html
 from ispasp.surgery.fold import Folding

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, 
 
 from ispasp._finetune import FinetuneResult, finetune
 from ispasp.errors import InputError, SaveError
-from ispasp.files.reading import digest
+from ispasp.files import digest
 from ispasp.train import AdamW, Recipe, Sgd, Teacher, checkpoint
 
 FILE = "finetune.safetensors"

@@ -14,7 +14,7 @@ from torch.nn import functional
 import ispasp
 from ispasp import Heal, heal
 from ispasp.errors import InputError
-from ispasp.train.augment import Examples
+from ispasp.train.loader import Examples
 from ispasp.train.mimic import pair
 
 STEPS = Heal(steps=60, lr=3e-3)

@@ -170,9 +170,9 @@ def test_images_without_a_batch_axis(axes: int, compensate: str | None) -> None:
 
 
 def test_calibration_does_not_write_into_a_batch() -> None:
-    from ispasp.engine.graphs import TracedGraph, named_tensors
+    from ispasp.engine.graphs import TracedGraph
     from ispasp.engine.runner import Edits, Runner
-    from ispasp.graph.trace import trace
+    from ispasp.graph.trace import named_tensors, trace
 
     class InPlace(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

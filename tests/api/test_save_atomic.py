@@ -147,7 +147,7 @@ def test_all_files_have_the_mode_that_the_umask_leaves(mask: int, tmp_path: Path
 
 
 def test_remains_of_dead_processes_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
-    from ispasp.files.writing import workspace
+    from ispasp.files import workspace
 
     (tmp_path / ".ispasp-dead").mkdir()
     (tmp_path / ".ispasp-dead" / "model.safetensors").write_bytes(b"x")

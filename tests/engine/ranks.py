@@ -115,9 +115,6 @@ def healthy(rank: int) -> dict[str, Any]:
     seen["well"] = in_block(ranks, lambda: "done", "the outer block", "the inner block")
     seen["gather"] = outcome(lambda: ranks.gather("the names", [rank, "a"]))
     seen["out of step"] = outcome(lambda: ranks.total(1) if rank else ranks.gather("the names", None))
-    part = shard(rank)
-    few = Statistics(UNITS, (Reading(part.readings[0].consumer, part.readings[0].moment), part.readings[1]))
-    seen["other statistics"] = in_block(ranks, lambda: ranks.sum(few if rank == 1 else part), "the block")
     seen["other shapes"] = outcome(lambda: ranks.sum_tensors({"x": torch.ones(2 + rank)}))
 
     given = {"x": torch.tensor([[0.1 * (rank + 1)]], dtype=torch.float64), "nothing": torch.empty(0, 3)}

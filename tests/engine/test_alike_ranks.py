@@ -139,8 +139,8 @@ class Strange(nn.Module):
         sparse = torch.eye(3) * (2 if change == "sparse" else 1)
         self.register_buffer("sparse", sparse.to_sparse())
         self.register_buffer("csr", (torch.eye(3) * (2 if change == "csr" else 1)).to_sparse_csr())
-        step = 0.2 if change == "quantised" else 0.1
-        self.register_buffer("quantised", torch.quantize_per_tensor(torch.ones(2), step, 3, torch.quint8))
+        value = torch.full((2,), 2.0 if change == "quantised" else 1.0)
+        self.register_buffer("quantised", torch.quantize_per_tensor(value, 0.1, 3, torch.quint8))
         self.register_buffer("nothing", torch.empty(0, 3 if change == "nothing" else 2))
         self.register_buffer("number", torch.tensor(1.5 if change == "number" else 1.0))
         flipped = torch.arange(6.0).reshape(2, 3).t() + (1 if change == "strided" else 0)

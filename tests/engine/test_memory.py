@@ -112,7 +112,8 @@ def test_values_are_let_go_when_nobody_needs_them() -> None:
     """The live activations in front of the last layer are those of that layer, not of the network."""
     found = ispasp.survey(alive(ResNet(small=True)), torch.zeros(2, 3, 9, 9, dtype=torch.float64))
     model = alive(ResNet(small=True))
-    from ispasp.engine.graphs import TracedGraphs, named_tensors
+    from ispasp.engine.graphs import TracedGraphs
+    from ispasp.graph.trace import named_tensors
 
     batch = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     graph = TracedGraphs(model, found.analysis, batch).of(batch)

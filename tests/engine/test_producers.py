@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.engine.graphs import named_tensors
 from ispasp.engine.sites import producers
+from ispasp.graph.trace import named_tensors
 from support.nets import Attention, ResNet, alive
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import ispasp
-from ispasp.engine.graphs import TracedGraph, TracedGraphs, named_tensors
+from ispasp.engine.graphs import TracedGraph, TracedGraphs
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site, read, sites
 from ispasp.graph.analyse import Analysis, analyse
 from ispasp.graph.ops import scale
+from ispasp.graph.trace import named_tensors
 from support.nets import ViewChangedInPlace, alive, mlp
 
 ROWS = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -20,9 +20,8 @@ import ispasp
 from ispasp.cli.app import one_line
 from ispasp.cli.data import load_data
 from ispasp.cli.loaded import Loaded
-from ispasp.cli.models import load_saved
+from ispasp.cli.models import fill, load_saved
 from ispasp.cli.options import Wanted
-from ispasp.cli.weights import fill
 from ispasp.errors import InputError, IspaspError, SaveError
 from ispasp.report import Column, render
 from ispasp.report.html import html

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import ispasp
 from ispasp.cli.huggingface import image_preprocessing
-from ispasp.cli.models import is_saved
-from ispasp.cli.preprocessing import Preprocessing
-from ispasp.cli.weights import fill
+from ispasp.cli.loaded import Preprocessing
+from ispasp.cli.models import fill, is_saved
 from ispasp.errors import InputError, IspaspError, SaveError
 from support.files_fuzz import Attend, saved_files
 from support.forge import forge_model, read

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp.engine.wire import Key, added, agreed, outline, sums
+from ispasp.engine.wire import Key, added, outline, sums
 from ispasp.errors import InputError
 from ispasp.select import (
     Consumer,
@@ -105,12 +105,12 @@ def test_a_new_statistic_adds_over_batches_and_machines() -> None:
     assert (whole.readings[0].get(Energy) or pytest.fail()).total.tolist() == pytest.approx(expected.tolist())
     assert sums(first + second)[0, "energy", ()].tolist() == pytest.approx(expected.tolist())
     for ranks in ((first, second), (whole, Statistics(3, (Reading(conv),)))):  # the second machine may have no data
-        agreement = agreed([outline(rank) for rank in ranks])
+        outlines = [outline(rank) for rank in ranks]
 
         def add_up(key: Key, own: Tensor, ranks: tuple[Statistics, ...] = ranks) -> Tensor:
             return torch.stack([sums(rank).get(key, torch.zeros_like(own)) for rank in ranks]).sum(0)
 
-        both = added(ranks[1], agreement, add_up).readings[0]
+        both = added(ranks[1], outlines, add_up).readings[0]
         assert both.statistics.keys() == {"energy", "moment"}
         assert both.statistics["energy"].examples == 4
         assert both.statistics["energy"].tensors()[()].tolist() == pytest.approx(expected.tolist())

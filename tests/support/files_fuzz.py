@@ -31,11 +31,10 @@ import ispasp
 from ispasp.cli.data import load_data
 from ispasp.cli.huggingface import image_preprocessing
 from ispasp.cli.loaded import Examples, Loaded
-from ispasp.cli.models import load_saved
+from ispasp.cli.models import fill, load_saved
 from ispasp.cli.options import Wanted
-from ispasp.cli.weights import fill
 from ispasp.errors import IspaspError, visible
-from ispasp.files.reading import digest
+from ispasp.files import digest
 from support.forge import forge_model, read
 from support.mutate import damaged_bytes, damaged_json
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ispasp._saved import checksum
-from ispasp.files.reading import digest
+from ispasp.files import digest
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
 

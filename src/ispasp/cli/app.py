@@ -17,13 +17,11 @@ import torch
 import typer
 
 import ispasp
-from ispasp.cli.compare import compare
+from ispasp.cli.commands import compare, export, survey
 from ispasp.cli.evaluate import evaluate
-from ispasp.cli.export import export
 from ispasp.cli.finetune import finetune
 from ispasp.cli.options import LOG
 from ispasp.cli.prune import prune
-from ispasp.cli.survey import survey
 from ispasp.errors import IspaspError, MissingExtraError, visible
 
 _LOGS = (LOG, logging.getLogger("ispasp.progress"))

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ispasp.cli.loaded import Loaded
-from ispasp.cli.preprocessing import Preprocessing, from_dict
+from ispasp.cli.loaded import Loaded, Preprocessing, from_dict
 from ispasp.errors import InputError, SaveError, failing_as, needed
-from ispasp.files.reading import read_json
+from ispasp.files import read_json
 from ispasp.integrations.torchvision import import_torchvision
 
 _SMALL = 2**20  # bytes of a config

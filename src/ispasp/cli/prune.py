@@ -24,10 +24,10 @@ from ispasp.cli.evaluate import scorer
 from ispasp.cli.loaded import Examples, Loaded, matched, runs
 from ispasp.cli.models import RESULT, ModelOptions, check_out, saved_folder, saved_result
 from ispasp.errors import InputError, SaveError
-from ispasp.files.reading import read_bytes
+from ispasp.files import read_bytes
 from ispasp.report.html import html
 from ispasp.select import Selector, methods, selector
-from ispasp.train.augment import augmentation
+from ispasp.train.loader import augmentation
 from ispasp.train.objective import labels_of, logits_of
 from ispasp.types.plan import Plan
 

@@ -176,14 +176,6 @@ def same_path(a: Trace, b: Trace) -> bool:
     return [described(node, a) for node in a.graph.nodes] == [described(node, b) for node in b.graph.nodes]
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, under all their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
 def caller(node: fx.Node, model: nn.Module) -> nn.Module | None:
     """The module whose own forward a node was traced in."""
     paths = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]

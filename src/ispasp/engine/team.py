@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ispasp.engine.wire import Wire, added, agreed, outline
+from ispasp.engine.wire import Wire, added, outline
 from ispasp.errors import DistributedError, InputError
-from ispasp.graph.trace import Trace
+from ispasp.files import digest as tensor_digest
+from ispasp.graph.trace import Trace, named_tensors
 from ispasp.types import Statistics
 
 N = TypeVar("N", int, float)
@@ -31,7 +32,6 @@ BROADCAST = (
 )
 SAME_OPTIONS = "pass the same options on every rank"
 _LONGEST, _SHOWN = 2000, 200  # most characters of an error sent to other ranks, and of a value in an error
-_CHUNK = 1 << 24  # elements that are copied from an accelerator at a time
 _DEEPEST = 8  # nested values that are compared
 
 
@@ -81,8 +81,8 @@ class Team:
         if (wire := self._wire) is None:
             return statistics
         what = self._at("the sum of statistics")
-        agreement = agreed(self._meet(wire, what, outline(statistics)))
-        return added(statistics, agreement, lambda _, own: wire.add(what, own))
+        outlines = self._meet(wire, what, outline(statistics))
+        return added(statistics, outlines, lambda _, own: wire.add(what, own))
 
     def sum_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sum of every tensor over ranks, in float64, the same bits on every rank. Names and shapes must agree."""
@@ -188,18 +188,18 @@ class Team:
 def alike(team: Team, what: str, facts: Callable[[], Mapping[str, Any]], remedy: str) -> None:
     """Raise `InputError` on every rank, naming the first fact that differs, unless all ranks have the same facts.
 
-    Facts are values that `plain` understands. Ranks exchange digests first, and the facts only where those differ.
+    Facts are values that `plain` understands. Ranks exchange their digests.
     """
     if team.size == 1:
         return
     what_for = f"the comparison of {what}"
     with team.together(what_for):
         mine = {name: plain(value) for name, value in facts().items()}
-    if len(set(team.gather(what_for, digest(sorted(mine.items()))))) == 1:
-        return
     told = team.gather(what_for, {name: digest(value) for name, value in mine.items()})
     names = dict.fromkeys(name for each in told for name in each)  # in the order of rank 0, then of the others
-    name = next(name for name in names if len({each.get(name) for each in told}) > 1)
+    name = next((name for name in names if len({each.get(name) for each in told}) > 1), None)
+    if name is None:
+        return
     values = team.gather(what_for, _shown(mine.get(name, "nothing")))
     other = next(rank for rank, each in enumerate(told) if each.get(name) != told[0].get(name))
     raise InputError(
@@ -277,10 +277,9 @@ def tensor_facts(model: nn.Module) -> dict[str, str]:
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            known = first.setdefault(id(tensor), name)
-            found[name] = _tensor_fact(name, tensor) if known == name else f"the same tensor as {known!r}"
+    for name, tensor in named_tensors(model).items():
+        known = first.setdefault(id(tensor), name)
+        found[name] = _tensor_fact(name, tensor) if known == name else f"the same tensor as {known!r}"
     return found
 
 
@@ -295,31 +294,12 @@ def _tensor_fact(name: str, tensor: Tensor) -> str:
             f"{name!r} is sharded over processes (a {type(tensor).__name__}): gather the whole model on every rank "
             "before, e.g. with torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)"
         )
-    seen: Any = hashlib.sha256()  # its stubs do not take arrays
     try:
-        for part in _dense_parts(tensor.detach()):
-            flat = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
-            for start in range(0, flat.numel(), _CHUNK):
-                seen.update(flat[start : start + _CHUNK].cpu().view(torch.uint8).numpy())
+        dense = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach().to_dense()
+        seen = tensor_digest({name: dense.cpu().resolve_conj().resolve_neg().contiguous()}, kind)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise InputError(
             f"the values of {name!r}, a {type(tensor).__name__}, cannot be compared between ranks ({error}): prune "
             "in one process, or before the model is quantised or wrapped"
         ) from error
-    return f"{kind} sha256:{seen.hexdigest()[:16]}"
-
-
-def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The dense tensors that a tensor is made of."""
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.coalesce()
-        yield from (whole.indices(), whole.values())
-    elif tensor.is_quantized:
-        yield from (tensor.int_repr(), tensor.dequantize())
-    elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _dense_parts(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        yield tensor
-    else:
-        yield tensor.to_dense()
+    return f"{kind} sha256:{seen[:16]}"

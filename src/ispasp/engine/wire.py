@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ispasp.errors import DistributedError, InputError
-from ispasp.types import Reading, Statistic, Statistics
+from ispasp.errors import DistributedError
+from ispasp.types import Reading, Statistics
 from ispasp.types.statistics import STATISTICS, Size
 
 _DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # backends that want their tensors on an accelerator
@@ -131,84 +131,37 @@ class Wire:
 Key = tuple[int, str, Size]  # reading, statistic, key of its tensor
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Statistics of all ranks together: the shape of every sum, and the examples behind each statistic."""
-
-    shapes: Mapping[Key, tuple[int, ...]]
-    examples: Mapping[tuple[int, str], int]
-
-
-def _taken(statistics: Statistics) -> dict[tuple[int, str], Statistic]:
-    """The statistics that hold data, by reading and name."""
-    rows = enumerate(statistics.readings)
-    return {(number, name): s for number, row in rows for name, s in row.statistics.items() if s.examples}
-
-
 def sums(statistics: Statistics) -> dict[Key, Tensor]:
-    """Every sum in the statistics under its key."""
-    return {(*at, size): total for at, taken in _taken(statistics).items() for size, total in taken.tensors().items()}
+    """Every sum in the statistics that hold data, under its key."""
+    rows = ((n, name, each) for n, row in enumerate(statistics.readings) for name, each in row.statistics.items())
+    return {(n, name, size): x for n, name, each in rows if each.examples for size, x in each.tensors().items()}
 
 
-def outline(statistics: Statistics) -> dict[str, Any]:
-    """The statistics of one rank in outline, as JSON, for the others to check before anything is added."""
-    return {
-        "units": statistics.units,
-        "channels": [reading.consumer.channels for reading in statistics.readings],
-        "shapes": [[*at, list(size), list(total.shape)] for (*at, size), total in sums(statistics).items()],
-        "examples": [[*at, statistic.examples] for at, statistic in _taken(statistics).items()],
-    }
+def outline(statistics: Statistics) -> list[list[Any]]:
+    """The sums of one rank as JSON: reading, statistic, key, shape, and the examples behind each."""
+    found = sums(statistics).items()
+    examples = [row.statistics for row in statistics.readings]
+    return [[n, name, list(size), list(x.shape), examples[n][name].examples] for (n, name, size), x in found]
 
 
-def agreed(outlines: Sequence[Mapping[str, Any]]) -> Agreement:
-    """Merge the outlines of all ranks. Errors are the same on every rank.
-
-    A rank without data at a consumer adds nothing there; one with data must have the statistics that the others have.
-    """
-    shapes: dict[Key, tuple[int, ...]] = {}
-    examples: dict[tuple[int, str], int] = {}
-    remedy = "prune the same model with the same options on every rank"
-    for rank, given in enumerate(outlines):
-        for what in ("units", "channels"):
-            if given[what] != outlines[0][what]:
-                raise InputError(
-                    f"rank {rank} has statistics of {given[what]} {what}, rank 0 of {outlines[0][what]}: {remedy}"
-                )
-        for number, name, size, shape in given["shapes"]:
-            known = shapes.setdefault((number, name, tuple(size)), tuple(shape))
-            if known != tuple(shape):
-                raise InputError(
-                    f"the {name} at consumer {number} has shape {tuple(shape)} on rank {rank}, {known} on a rank "
-                    f"before it: {remedy}"
-                )
-        for number, name, count in given["examples"]:
-            examples[number, name] = examples.get((number, name), 0) + count
-    for rank, given in enumerate(outlines):
-        own = {(number, name) for number, name, _ in given["examples"]}
-        for number, name in sorted(at for at in examples if at not in own and at[0] in {n for n, _ in own}):
-            raise InputError(
-                f"rank {rank} has no {name} at consumer {number}, another rank has: "
-                "take the same statistics on every rank"
-            )
-    return Agreement(dict(sorted(shapes.items())), dict(sorted(examples.items())))
-
-
-def added(statistics: Statistics, agreement: Agreement, add: Callable[[Key, Tensor], Tensor]) -> Statistics:
+def added(
+    statistics: Statistics, outlines: Iterable[list[list[Any]]], add: Callable[[Key, Tensor], Tensor]
+) -> Statistics:
     """Statistics with the sums and examples of all ranks. A rank adds zeros for what it has not seen."""
     own = sums(statistics)
-
-    def zeros(key: Key, shape: tuple[int, ...]) -> Tensor:
-        near = [total for other, total in own.items() if other[0] == key[0]]
-        device = (near or [statistics.readings[key[0]].consumer.weight])[0].device
-        return torch.zeros(shape, dtype=torch.float64, device=device)
-
-    totals = {key: add(key, own.get(key, zeros(key, shape))) for key, shape in agreement.shapes.items()}
+    shapes: dict[Key, tuple[int, ...]] = {}
+    examples: dict[tuple[int, str], int] = {}
+    for rows in outlines:
+        shapes |= {(n, name, tuple(size)): tuple(shape) for n, name, size, shape, _ in rows}
+        for at, count in {(n, name): count for n, name, _, _, count in rows}.items():
+            examples[at] = examples.get(at, 0) + count
+    parts: dict[tuple[int, str], dict[Size, Tensor]] = {}
+    for key, shape in sorted(shapes.items()):
+        device = statistics.readings[key[0]].consumer.weight.device
+        zeros = torch.zeros(shape, dtype=torch.float64, device=device)
+        parts.setdefault(key[:2], {})[key[2]] = add(key, own.get(key, zeros))
     readings = []
-    for number, reading in enumerate(statistics.readings):
-        found = [
-            kind.from_tensors({k[2]: t for k, t in totals.items() if k[:2] == (number, name)}, count)
-            for name, kind in STATISTICS.items()
-            if (count := agreement.examples.get((number, name)))
-        ]
-        readings.append(Reading(reading.consumer, *found))
+    for n, row in enumerate(statistics.readings):
+        known = [(kind, (n, name)) for name, kind in STATISTICS.items() if (n, name) in parts]
+        readings.append(Reading(row.consumer, *(kind.from_tensors(parts[at], examples[at]) for kind, at in known)))
     return replace(statistics, readings=tuple(readings), parts=())

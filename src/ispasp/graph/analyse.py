@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from ispasp.errors import TraceError
 from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, atoms_of, freeze, freeze_atom, length, new_axis, resolve
-from ispasp.graph.trace import Batch, Trace, call_arguments, trace
+from ispasp.graph.trace import Batch, Trace, call_arguments, named_tensors, trace
 from ispasp.graph.track import Contraction, Tracker, Value, shape_of
 from ispasp.types.dimension import Cost, Extent, Kept, full_length, kept_length, names_in
 
@@ -105,8 +105,7 @@ def _values(model: nn.Module) -> dict[str, Value]:
     """Fresh axes for every parameter and buffer; tensors known under several names share them."""
     values: dict[str, Value] = {}
     by_identity: dict[int, Value] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
+    for name, tensor in named_tensors(model).items():
         if id(tensor) not in by_identity:
             by_identity[id(tensor)] = Value(tuple(map(new_axis, tensor.shape)), frozenset([name]))
         values[name] = by_identity[id(tensor)]

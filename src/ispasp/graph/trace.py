@@ -33,6 +33,14 @@ Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(
 
 
 # Calling a model ----------------------------------------------------------------------------------------------------
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, under all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: (args, kwargs)."""
     if isinstance(batch, Mapping):
@@ -316,8 +324,7 @@ def _other_values(leaf: Any) -> Any:
 
 
 def _run_graph(traced: Trace, model: nn.Module, batch: Batch) -> Any:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False)), **traced.constants}
+    tensors = {**named_tensors(model), **traced.constants}
     inputs = iter(pytree.tree_leaves(_fresh_arguments(batch)))
     sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
     return traced.module.forward(*(next(inputs) if s.kind == "input" else tensors[s.name] for s in sources))

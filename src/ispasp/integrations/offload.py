@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ispasp.engine.graphs import named_tensors
 from ispasp.errors import InputError, SaveError
+from ispasp.graph.trace import named_tensors
 
 Source = tuple[Mapping[str, Tensor], str]  # a mapping that holds an offloaded tensor, and its key there
 _FRESH = "ispasp-"  # prefix of folders with new values

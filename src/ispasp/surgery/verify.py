@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import tensors_of
-from ispasp.engine.graphs import TracedGraph, named_tensors
+from ispasp.engine.graphs import TracedGraph
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import sites
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.state import seeded
-from ispasp.graph.trace import Batch, Trace, evaluating, run_and_restore
+from ispasp.graph.trace import Batch, Trace, evaluating, named_tensors, run_and_restore
 from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, set_data
 from ispasp.types.dimension import Kept
 from ispasp.types.plan import Plan

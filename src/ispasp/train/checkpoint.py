@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, SaveError
-from ispasp.files.reading import TensorFile, digest, opened, parsed
-from ispasp.files.writing import make_folder, publish, write_tensors
+from ispasp.files import TensorFile, digest, make_folder, opened, parsed, publish, write_tensors
 
 VERSION = "2"
 _STATES = 16  # most bytes of a checkpoint per byte of the model: optimizers keep float32

@@ -19,8 +19,8 @@ from ispasp.errors import InputError
 from ispasp.graph.state import uninterrupted
 from ispasp.graph.trace import Batch
 from ispasp.report import track
-from ispasp.train.augment import Examples
 from ispasp.train.checkpoint import Parts, Store, check_fits, model_tensors, optimizer_tensors, restore_optimizer
+from ispasp.train.loader import Examples
 from ispasp.train.mimic import Distance, Pair, pair
 from ispasp.train.recipe import SCHEDULES
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ispasp.errors import PlanError
-from ispasp.files.reading import parsed
+from ispasp.files import parsed
 from ispasp.report import Column, Printed, Sheet, change
 from ispasp.types.compose import compose
 from ispasp.types.dimension import Attribute, Extent, Structure, TensorLayout, WeightNorm, full_length

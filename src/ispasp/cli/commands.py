@@ -1,8 +1,10 @@
-"""`ispasp export`: ONNX, checked with onnxruntime, or GGUF for llama.cpp."""
+"""The short commands: `ispasp survey`, `ispasp compare` and `ispasp export`."""
 
 from __future__ import annotations
 
 import importlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,10 +12,59 @@ import typer
 
 import ispasp
 from ispasp.cli import options as o
-from ispasp.cli.data import load_sample
+from ispasp.cli.data import load_data, load_sample
 from ispasp.cli.loaded import Loaded
-from ispasp.cli.models import ModelOptions
+from ispasp.cli.models import ModelOptions, load_model
 from ispasp.errors import InputError
+
+
+@o.grouped
+def survey(
+    model: ModelOptions,
+    sample: o.Sample,
+    scope: o.Scope = "blocks",
+    kinds: o.Kinds = o.ALL_KINDS,
+    as_json: o.Json = False,
+) -> None:
+    """Print every hidden dimension of a model, and what is frozen and why. Changes nothing, needs no data."""
+    loaded = model.load()
+    o.LOG.debug("surveying %s", model.model)
+    found = ispasp.survey(loaded.model, load_sample(loaded, sample), scope=scope, kinds=kinds)
+    told = {
+        "model": model.model,
+        "cost": asdict(found.cost()),
+        "dimensions": [asdict(row) for row in found.dimensions],
+        "frozen": [asdict(row) for row in found.frozen],
+    }
+    typer.echo(json.dumps(told, indent=2) if as_json else str(found))
+
+
+@o.grouped
+def compare(
+    model: ModelOptions,
+    pruned: Annotated[str, typer.Argument(help="The pruned model: a folder that ispasp prune wrote, or as MODEL.")],
+    data: o.Labelled,
+    number: Annotated[int, o.option(o.DATA, "Examples, spread over the data; at most 256.", "--examples", min=1)] = 256,
+    batch_size: o.BatchSize = 32,
+    runtime: Annotated[Literal["eager", "compile", "onnx"], o.option(None, "What latency is measured in.")] = "eager",
+    latency_batch: Annotated[int, o.option(None, "Examples in a call whose latency is measured.", min=1)] = 1,
+    device: o.Device = "",
+    out: Annotated[Path | None, o.option(None, "HTML page to write.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Print size, MACs, latency, agreement, divergence, worst examples and errors on the way of two models."""
+    dense = model.load(data.seed)
+    other = load_model(pruned, dense=model.dense or model.model, seed=data.seed)
+    found = load_data(data.data, dense, data)
+    o.warn((*dense.warnings, *other.warnings, *found.warnings))
+    for each in (dense, other):
+        o.move(each.model, device)
+    o.LOG.debug("comparing %s and %s", model.model, pruned)
+    batches = found.loader(batch_size, numbers=found.some(number))
+    told = ispasp.compare(dense.model, other.model, batches, batch=latency_batch, runtime=runtime)
+    typer.echo(told.to_json() if as_json else str(told))
+    if out is not None:
+        typer.echo(f"wrote {told.report(out)}", err=as_json)
 
 
 @o.grouped

@@ -1,1 +1,0 @@
-"""Files on disk: read within limits, written whole or not at all."""
