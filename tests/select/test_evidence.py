@@ -59,11 +59,10 @@ def test_patches_turn_a_consumer_into_a_matrix(problem: Problem, batch: int) -> 
     assert_close((W @ X).flatten(0, 1), expected.reshape(A.outputs, -1), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_padding_that_differs_from_axis_to_axis(mode: str) -> None:
+def test_padding_that_differs_from_axis_to_axis() -> None:
     torch.manual_seed(0)
-    conv = torch.nn.Conv3d(2, 3, (1, 2, 3), (1, 2, 1), (0, 1, 2), padding_mode=mode, bias=False)
-    A = ConvConsumer(conv.weight, geometry=Geometry(conv.stride, conv.padding, padding_mode=mode))
+    conv = torch.nn.Conv3d(2, 3, (1, 2, 3), (1, 2, 1), (0, 1, 2), bias=False)
+    A = ConvConsumer(conv.weight, geometry=Geometry(conv.stride, conv.padding))
     H = torch.rand(2, 2, 3, 4, 5)
     assert_close(A(H), conv(H).detach())
     W, X = A.grouped_weight().flatten(2), patches(A, H)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ispasp.engine import measure
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer, Statistics
-from ispasp.types.consumer import Geometry, PaddingMode
+from ispasp.types.consumer import Geometry
 
 KINDS = ("linear", "tokens", "heads", "scaled", "conv", "transposed", "two", "batchnorm")
 
@@ -99,15 +99,10 @@ def convolutions(draw: st.DrawFn, transposed: bool = False) -> tuple[nn.Module, 
         geometry = Geometry(stride, padding, dilation, groups, transposed=True, output_padding=extra)
     else:
         cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-        mode: PaddingMode = draw(st.sampled_from(("zeros", "zeros", "reflect", "replicate", "circular")))
-        if draw(st.booleans()) and mode == "zeros":
+        if draw(st.booleans()):
             padding = "same" if set(stride) == {1} else "valid"
-        if mode == "circular":  # torch refuses to wrap around more than once
-            padding = tuple(min(p, n) for p, n in zip(padding, size, strict=True))
-        if mode == "reflect":
-            padding = tuple(min(p, n - 1) for p, n in zip(padding, size, strict=True))
-        conv = cls(channels, outputs, kernel, stride, padding, dilation, groups, True, mode, dtype=torch.float64)
-        geometry = Geometry(stride, padding, dilation, groups, padding_mode=mode)
+        conv = cls(channels, outputs, kernel, stride, padding, dilation, groups, True, dtype=torch.float64)
+        geometry = Geometry(stride, padding, dilation, groups)
     return conv, ConvConsumer(conv.weight.detach(), geometry=geometry), size
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,27 +18,23 @@ from torch.nn import functional as F
 from ispasp.errors import InputError
 from ispasp.types.dimension import check_finite, checked_tensor, is_integer
 
-PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 _LEAST = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Stride, padding, dilation and groups of a convolution. An empty tuple is torch's default on every axis."""
+    """Stride, padding with zeros, dilation and groups of a convolution. An empty tuple is torch's default."""
 
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] | Literal["same", "valid"] = ()
     dilation: tuple[int, ...] = ()
     groups: int = 1
-    padding_mode: PaddingMode = "zeros"
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_integer(self.groups) or self.groups < 1:
             raise InputError(f"groups={self.groups!r}: pass an integer >= 1")
-        if self.padding_mode not in get_args(PaddingMode):
-            raise InputError(f"padding_mode={self.padding_mode!r}: choose from {', '.join(get_args(PaddingMode))}")
         for name, least in _LEAST.items():
             values = getattr(self, name)
             if name == "padding" and isinstance(values, str) and values in ("same", "valid"):
@@ -47,13 +43,10 @@ class Geometry:
                 words = ", or 'same' or 'valid'" if name == "padding" else ""
                 raise InputError(f"{name}={values!r}: pass a tuple of integers >= {least}, one per spatial axis{words}")
             object.__setattr__(self, name, tuple(values))
-        if self.padding == "same" and any(step != 1 for step in self.stride):
-            raise InputError(f"padding='same' with stride={self.stride}: pass numeric padding, or stride 1")
-        if self.transposed and (self.padding_mode != "zeros" or isinstance(self.padding, str)):
-            raise InputError(
-                f"padding={self.padding!r}, padding_mode={self.padding_mode!r}: pass numeric padding with zeros to a "
-                "transposed convolution"
-            )
+        strided = self.padding == "same" and any(step != 1 for step in self.stride)
+        if strided or (self.transposed and isinstance(self.padding, str)):
+            wrong = f"padding={self.padding!r} with stride={self.stride}, transposed={self.transposed}"
+            raise InputError(f"{wrong}: pass numeric padding")
         if not self.transposed and any(self.output_padding):
             raise InputError(f"output_padding={self.output_padding}: only a transposed convolution has it")
 
@@ -96,24 +89,17 @@ class Geometry:
             out = (size - 1) * stride - before - after + reach + _along(self.output_padding, axis, 0) + 1
         else:
             out = (size + before + after - reach - 1) // stride + 1
-        pad = max(before, after)
-        widest = {"reflect": size - 1, "circular": size}.get(self.padding_mode, pad)  # torch wraps around once at most
-        if out < 1 or pad > widest:
+        if out < 1:
             raise InputError(
-                f"a map of size {size} is too small for a kernel of {kernel} (dilation {dilation}, padding {before}), "
-                f"padding mode {self.padding_mode}: pass the maps the layer gets in the network"
+                f"a map of size {size} is too small for a kernel of {kernel} (dilation {dilation}, padding {before}): "
+                "pass the maps the layer gets in the network"
             )
         u, r = torch.arange(kernel, device="cpu")[:, None] * dilation, torch.arange(out, device="cpu")[None, :]
         if self.transposed:
             x = torch.div(r + before - u, stride, rounding_mode="floor")
             return torch.where((x * stride == r + before - u) & (x >= 0) & (x < size), x, -1)
-        positions = torch.arange(size, dtype=torch.float64, device="cpu")[None]
-        return self._padded(positions, [before, after], -1)[0].long()[r * stride + u]
-
-    def _padded(self, x: Tensor, pads: list[int], value: float = 0) -> Tensor:
-        if self.padding_mode == "zeros":
-            return F.pad(x, pads, value=value)
-        return F.pad(x, pads, mode=self.padding_mode)
+        x = r * stride + u - before
+        return torch.where((x >= 0) & (x < size), x, -1)
 
     def apply(self, H: Tensor, weight: Tensor) -> Tensor:
         """Run the convolution. H (batch, channels, *size) -> (batch, outputs, *output size)"""
@@ -121,8 +107,8 @@ class Geometry:
         zeros, ones = (0,) * axes, (1,) * axes
         pads = [self.pads(axis, kernel) for axis, kernel in enumerate(weight.shape[2:])]
         padding = tuple(before for before, _ in pads)
-        if self.padding_mode != "zeros" or any(before != after for before, after in pads):
-            H, padding = self._padded(H, [size for pair in reversed(pads) for size in pair]), zeros
+        if any(before != after for before, after in pads):
+            H, padding = F.pad(H, [size for pair in reversed(pads) for size in pair]), zeros
         stride, dilation, extra = self.stride or ones, self.dilation or ones, self.output_padding or zeros
         return torch.convolution(H, weight, None, stride, padding, dilation, self.transposed, extra, self.groups)
 
@@ -340,7 +326,7 @@ def patches(consumer: Consumer, H: Tensor) -> Tensor:
     if not isinstance(consumer, ConvConsumer):
         return H.reshape(-1, H.shape[-1]).T[None]
     geometry, groups = consumer.geometry, consumer.geometry.groups
-    if len(consumer.kernel) == 2 and not geometry.transposed and geometry.padding_mode == "zeros":
+    if len(consumer.kernel) == 2 and not geometry.transposed:
         return _unfolded(consumer, H)
     X = H.reshape(H.shape[0], groups, -1, *H.shape[2:])  # (B, g, C/g, *size)
     for axis, (size, kernel) in enumerate(zip(H.shape[2:], consumer.kernel, strict=True)):
