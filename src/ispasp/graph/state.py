@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils import _pytree as pytree
 
 from ispasp.errors import InputError
 
@@ -257,69 +256,22 @@ def users_hooks(model: nn.Module) -> list[Place]:
     return [(t, k) for t, k, h in hooks if not getattr(h, "__module__", type(h).__module__).startswith("torch.")]
 
 
-def silent_hooks(model: nn.Module, run: Callable[[], Any]) -> list[Place]:
-    """The users' hooks that return nothing and change no tensor and no attribute while `run` calls the model."""
-    places = users_hooks(model)
-    active: set[int] = set()
-
-    def watched(number: int, hook: Hook) -> Hook:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-            tensors, attributes = [tensor.detach().clone() for tensor in given], _attributes(model)
-            returned = hook(*args, **kwargs)
-            if returned is not None or not alike(given, tensors) or _attributes(model) != attributes:
-                active.add(number)
-            return returned
-
-        return call
-
-    with _replaced(places, watched):
-        run()
-    return [place for number, place in enumerate(places) if number not in active]
-
-
-def _attributes(model: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(map(id, vars(module).values())) for module in model.modules()]
-
-
 @contextmanager
 def left_out(places: list[Place]) -> Iterator[None]:
     """Do not call these hooks in this thread, for a block."""
     thread = threading.get_ident()
 
-    def skipped(_: int, hook: Hook) -> Hook:
+    def skipped(hook: Hook) -> Hook:
         return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
 
-    with _replaced(places, skipped):
-        yield
-
-
-@contextmanager
-def _replaced(places: list[Place], wrap: Callable[[int, Hook], Hook]) -> Iterator[None]:
     before = [table[key] for table, key in places]
     try:
-        for number, (table, key) in enumerate(places):
-            table[key] = wrap(number, before[number])
+        for table, key in places:
+            table[key] = skipped(table[key])
         yield
     finally:
         for (table, key), hook in zip(places, before, strict=True):
             table[key] = hook
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two nested values hold the same tensors, up to rounding."""
-    ours, theirs = ([x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)] for value in (a, b))
-    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout is not torch.strided or a.is_quantized:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    finite = b[b.isfinite()].abs()
-    size = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * size, equal_nan=True)
 
 
 # Wrappers -----------------------------------------------------------------------------------------------------------
