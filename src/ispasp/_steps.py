@@ -243,8 +243,9 @@ def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> d
     """Add what else the method needs: producers; sensitivities and task losses in the network as it is now."""
     found, needs, loss = dict(found), work.selector.needs, work.options.loss
     if "producers" in needs:
+        dense = Runner(work.graphs.first, work.example, work.tensors, Edits())
         for name, each in found.items():
-            found[name] = replace(each, producers=producers(work.survey.analysis, name, work.tensors))
+            found[name] = replace(each, producers=producers(work.survey.analysis, name, dense))
     if "sensitivity" in needs:
         where = [site for site in work.sites if site.names & set(found)]
         totals: dict[tuple[int, str], Sensitivity] = {}

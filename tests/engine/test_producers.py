@@ -7,9 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
+from ispasp.engine.graphs import TracedGraph
+from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import producers
+from ispasp.graph.analyse import Analysis
 from ispasp.graph.trace import named_tensors
 from support.nets import Attention, ResNet, alive
+
+
+def dense(model: nn.Module, analysis: Analysis, x: Tensor) -> Runner:
+    return Runner(TracedGraph.of(analysis), x, named_tensors(model), Edits())
 
 
 class Embedded(nn.Module):
@@ -39,12 +46,13 @@ def test_embeddings_are_producers(method: str) -> None:
 
 def test_rows_units_and_scales() -> None:
     model = alive(ResNet())
-    found = ispasp.survey(model, torch.zeros(2, 3, 9, 9, dtype=torch.float64), scope="all")
-    (first,) = producers(found.analysis, "layer1.1.conv1", named_tensors(model))
+    x = torch.zeros(2, 3, 9, 9, dtype=torch.float64)
+    found = ispasp.survey(model, x, scope="all")
+    (first,) = producers(found.analysis, "layer1.1.conv1", dense(model, found.analysis, x))
     assert torch.equal(first.weight, model.layer1[1].conv1.weight.detach().flatten(1))
     assert torch.equal(first.scale, model.layer1[1].bn1.weight.detach())
     assert first.unit_of().tolist() == list(range(9))
-    stream = producers(found.analysis, "layer1.0.conv2", named_tensors(model))
+    stream = producers(found.analysis, "layer1.0.conv2", dense(model, found.analysis, x))
     made = [model.layer1[0].conv2, model.layer1[0].downsample[0], model.layer1[1].conv2]
     assert [p.weight.shape for p in stream] == [m.weight.flatten(1).shape for m in made]
     for producer, module in zip(stream, made, strict=True):
@@ -53,8 +61,9 @@ def test_rows_units_and_scales() -> None:
 
 def test_a_head_has_several_rows_in_several_producers() -> None:
     model = alive(Attention(12, 4))
-    found = ispasp.survey(model, torch.zeros(2, 5, 12, dtype=torch.float64))
+    x = torch.zeros(2, 5, 12, dtype=torch.float64)
+    found = ispasp.survey(model, x)
     (name,) = (d.name for d in found.dimensions)
-    made = producers(found.analysis, name, named_tensors(model))
+    made = producers(found.analysis, name, dense(model, found.analysis, x))
     assert len(made) == 3
     assert all(p.unit_of().tolist() == [unit for unit in range(4) for _ in range(3)] for p in made)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import real_rows
-from ispasp.engine.runner import Cut, Runner, execute
+from ispasp.engine.runner import Cut, Runner
 from ispasp.errors import InputError, IspaspError
 from ispasp.graph.analyse import Analysis, owner
 from ispasp.graph.atoms import resolve
@@ -282,12 +282,12 @@ class Tally:
 
 
 # Producers ------------------------------------------------------------------------------------------------------
-def producers(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> tuple[Producer, ...]:
-    """The layers or embeddings that make a hidden dimension: one row of weights per channel."""
+def producers(analysis: Analysis, name: str, runner: Runner) -> tuple[Producer, ...]:
+    """The layers or embeddings that make a hidden dimension: one row of weights per channel, as a runner has them."""
     found = []
     for contraction in analysis.tracker.contractions:
         if any(name in names_in(analysis.extent(axis)) for axis in contraction.made):
-            found += list(_layers(analysis, contraction, name, tensors))[:1]
+            found += list(_layers(analysis, contraction, name, runner))[:1]
     if found:
         return tuple(found)
     (paths,) = (item.producers for item in analysis.found if item.name == name)
@@ -295,7 +295,7 @@ def producers(analysis: Analysis, name: str, tensors: Mapping[str, Tensor]) -> t
     for parameter, value in analysis.tensors.items():
         if parameter not in in_products and (owner(parameter) or parameter) in paths:
             for dim, units in _made_along(analysis, value, name):
-                rows = tensors[parameter].detach().movedim(dim, 0).flatten(1)
+                rows = runner.named(parameter).detach().movedim(dim, 0).flatten(1)
                 found.append(Producer(rows, units.to(rows.device)))
     return tuple(found)
 
@@ -308,35 +308,19 @@ def _made_along(analysis: Analysis, value: Value, name: str) -> Iterator[tuple[i
             yield dim, units_along(extent, name)
 
 
-def _layers(
-    analysis: Analysis, contraction: Contraction, name: str, tensors: Mapping[str, Tensor]
-) -> Iterator[Producer]:
+def _layers(analysis: Analysis, contraction: Contraction, name: str, runner: Runner) -> Iterator[Producer]:
     for node in contraction.node.all_input_nodes:
         value = analysis.tracker.values.get(node)
         if isinstance(value, Value) and value.parameters == contraction.parameters:
             for dim, units in _made_along(analysis, value, name):
-                rows = _evaluate(analysis, node, tensors).detach().movedim(dim, 0).flatten(1)
-                yield Producer(rows, units.to(rows.device), _gamma(analysis, contraction, tensors, len(rows)))
+                weight = runner.fixed[node] if node in runner.fixed else runner.value(node)  # it may be normalised
+                rows = weight.detach().movedim(dim, 0).flatten(1)
+                yield Producer(rows, units.to(rows.device), _gamma(contraction, runner, len(rows)))
 
 
-def _evaluate(analysis: Analysis, node: fx.Node, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The value of a node that depends on parameters only, such as a normalised weight."""
-    if node.op == "placeholder":
-        return tensors[analysis.trace.sources[node.name].name]
-
-    def look_up(n: fx.Node) -> Tensor:
-        return _evaluate(analysis, n, tensors)
-
-    args, kwargs = fx.node.map_arg(node.args, look_up), fx.node.map_arg(node.kwargs, look_up)
-    value: Tensor = execute(analysis.trace.module, node, args, kwargs)
-    return value
-
-
-def _gamma(analysis: Analysis, contraction: Contraction, tensors: Mapping[str, Tensor], channels: int) -> Tensor | None:
+def _gamma(contraction: Contraction, runner: Runner, channels: int) -> Tensor | None:
     """Weight of the BatchNorm right after the layer."""
-    channel = output_channels(contraction.node)
-    norm = None if channel is None else tail(contraction.node, channel, analysis.trace.sources).norm
-    if norm is None or not isinstance(norm.args[1], fx.Node) or norm.args[1].op != "placeholder":
-        return None
-    gamma = tensors[analysis.trace.sources[norm.args[1].name].name]
-    return gamma.detach() if len(gamma) == channels else None
+    channel, sources = output_channels(contraction.node), runner.graph.trace.sources
+    norm = None if channel is None else tail(contraction.node, channel, sources).norm
+    gamma = runner.fixed.get(norm.args[1]) if norm is not None else None  # type: ignore[arg-type]
+    return gamma.detach() if gamma is not None and len(gamma) == channels else None

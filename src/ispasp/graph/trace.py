@@ -17,16 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ispasp.errors import InputError, TraceError
-from ispasp.graph.state import (
-    Place,
-    left_out,
-    one_at_a_time,
-    quiet,
-    seeded,
-    state_kept,
-    uninterrupted,
-    users_hooks,
-)
+from ispasp.graph.state import Place, left_out, one_at_a_time, quiet, seeded, state_kept, uninterrupted, users_hooks
 
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
