@@ -31,7 +31,7 @@ Augment = Callable[[Batch], Batch]
 _EPOCHS, _LEAST_STEPS, _MOST_STEPS = 20, 300, 3000  # where the user sets no limit
 _SHARES = (3 / 4, 1 / 4)  # share of the steps in each cycle of the learning rate
 _CAREFUL = 3  # the learning rate of the second cycle is lower by this factor
-_TURN = 0.03  # largest relative change of a weight matrix (by singular values) in one step of Adam
+_REACH, _TURN = 0.2, 0.05  # change of a weight matrix in one step of Adam: for each unit of damage, and at most
 _SHORT = 300  # with fewer steps there is no time to recover from large ones
 
 
@@ -40,7 +40,8 @@ class Heal:
     """How to heal. The defaults need no tuning.
 
     epochs, steps, time   limits, time in seconds; without any, 20 epochs but at least 300 and at most 3,000 steps
-    lr        the highest learning rate of Adam; None takes one for each weight matrix, from the size of its entries
+    lr        the highest learning rate of Adam; None takes one for each weight matrix, from the size of its entries and
+              from how far the features are from those of the dense model
     augment   "flip", "crop" (image tensors), a tuple of them, or a function of a batch of inputs. The dense model sees
               the same inputs, so any change works that keeps them realistic
     blocks    train one block after the other, each towards the dense features at its end, instead of all at once:
@@ -194,7 +195,8 @@ def healed(
             "held_out": ranks.total(sum(map(count_examples, held))),
         }
         store = _store(config, counts, ranks, accelerator)
-        rates = {} if config.lr else _rates(run.trained(None))  # of the start, also where a checkpoint goes on
+        # of the start, also where a checkpoint goes on
+        rates = {} if config.lr else _rates(run.trained(None), min(_TURN, _REACH * run.damage()))
         typical = config.lr or statistics.median(rates.values() or [1e-3])  # for vectors such as biases, too
         saved = run.resume(store) if store else {}
         resumed = run.at.step
@@ -238,19 +240,19 @@ def _stages(run: Healing, config: Heal, typical: float, spent: float) -> list[St
 
 
 @torch.no_grad()
-def _rates(parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    """The learning rate at which Adam changes each weight matrix by at most about 3 % a step.
+def _rates(parameters: Mapping[str, Tensor], turn: float) -> dict[str, float]:
+    """The learning rate at which a step of Adam changes each weight matrix by at most about `turn`, relatively.
 
     A step changes every entry by about the rate. If the signs agree, the largest singular value of the change is rate x
     sqrt(rows x columns), while that of weights with root mean square w is about w x (sqrt(rows) + sqrt(columns)).
     One rate for all matrices would change some by a quarter: the rates of MobileNetV2 differ by a factor of 90.
 
-    >>> {name: round(rate, 4) for name, rate in _rates({"w": torch.ones(4, 9), "b": torch.ones(4)}).items()}
+    >>> {name: round(rate, 4) for name, rate in _rates({"w": torch.ones(4, 9), "b": torch.ones(4)}, 0.03).items()}
     {'w': 0.03}
     """
     matrices = {name: p.float() for name, p in parameters.items() if p.ndim > 1 and p.numel()}
     rates = {
-        name: _TURN * float(p.square().mean().sqrt()) * 2 / math.sqrt(min(p.shape[0], p[0].numel()))
+        name: turn * float(p.square().mean().sqrt()) * 2 / math.sqrt(min(p.shape[0], p[0].numel()))
         for name, p in matrices.items()
     }
     return {name: rate for name, rate in rates.items() if rate > 0}

@@ -35,6 +35,7 @@ _SAMPLE = 1 / 8  # of the examples: what curves and divergences are measured on
 _FEWEST, _TOKENS = 32, 1024  # examples of a sample at least, or tokens
 _WIDTHS = (0.5, 0.2)  # fractions of units that divergences are measured at; the first only where dimensions are many
 _MANY = 40
+_FLOORS = (0.0, 0.65, 1.0)  # fractions of the uniform widths that a candidate keeps at least
 _STEP = 0.5  # by which an exchange scales two curves, on a log scale
 
 
@@ -150,8 +151,9 @@ def _scaled(curve: Curve, points: Sequence[tuple[int, float]]) -> Curve:
 def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> dict[str, int]:
     """How many units each hidden dimension keeps; dimensions that lose nothing are left out.
 
-    The allocation by the curves and a uniform cut are run as whole networks, each also without residual streams. The
-    one whose output is nearest to the dense one wins. `search=` more are tried.
+    The allocation by the curves, a careful one that is never much below a uniform cut, and the uniform cut are run as
+    whole networks, each also without residual streams. The one whose output is nearest to the dense one on held-out
+    examples wins. `search=` more are tried.
     """
     limit = budget.limit(work.survey.cost())
     if budget.count(work.survey.costs, {}) <= limit:
@@ -168,11 +170,13 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
     narrow = {name: _wide_enough(liked, name, narrowest(work, name)) for name in found.curves}
     if liked:  # else it was checked before calibration
         budget.check(work.survey.cost(), count(narrow))
-    candidates = []
+    candidates: list[dict[str, int]] = []
     for whole in ({}, streams) if streams and count({**narrow, **streams}) <= limit else ({},):
         uniform = _uniform(work, whole, count, limit, liked)
-        starts = [whole, uniform] if count(uniform) <= limit else [whole]  # one unit of each may be too much
-        candidates += [spend(found.curves, start) for start in starts]
+        for floor in _FLOORS if count(uniform) <= limit else (0.0,):  # one unit of each may be too much
+            least = {name: _wide_enough(liked, name, int(floor * width)) for name, width in uniform.items()}
+            if (candidate := spend(found.curves, {**least, **whole})) not in candidates:
+                candidates.append(candidate)
     judges = [_Judge(work, found, count_examples(batch), batches) for batches in (1, 2)]
     start, _ = judges[0].best(candidates)
     best = _search(work, found, spend, judges, start)
@@ -261,7 +265,7 @@ class _Judge:
         self._work = work
         self._found = found
         self._fitted = [first_of(each, examples) for each in islice(work.inputs.again(), batches)]
-        held = [first_of(each, examples) for each in work.inputs.held_out()[:batches]]
+        held = [first_of(each, examples) for each in work.inputs.held_out()]
         self._judged = held or self._fitted
         self._dense: list[Any] = []
 

@@ -122,6 +122,17 @@ def test_finds_a_rate(dense: Net, pruned: nn.Module, images: Tensor) -> None:
     assert min(apart for _, apart in result.history) == result.after
 
 
+def test_a_network_that_is_nearly_right_takes_small_steps(dense: Net, pruned: nn.Module, images: Tensor) -> None:
+    close = copy.deepcopy(dense)
+    with torch.no_grad():
+        for parameter in close.parameters():
+            parameter *= 1.03
+    lost, gentle = (heal(net, dense, images, Heal(steps=40), progress=False) for net in (pruned, close))
+    assert gentle.before < 0.1 * lost.before
+    assert gentle.lr < 0.1 * lost.lr
+    assert gentle.gained > 0.1
+
+
 def test_the_sizes_of_weights_do_not_matter() -> None:
     """A ReLU network is the same function with one layer eight times larger and the next one eight times smaller."""
     torch.manual_seed(0)

@@ -247,6 +247,16 @@ class Healing:
         value = self.ranks.total(mine) / self.ranks.total(len(self._judges))
         return max(value, 0.0) if math.isfinite(value) else math.inf
 
+    @torch.no_grad()
+    def damage(self) -> float:
+        """Mean squared error of the features on held-out examples, relative to their variance; without any, of outputs.
+
+        A network that is nearly right loses by large steps what it has. One that is far off needs them.
+        """
+        found = [self.networks.distance(batch) for batch in self._judges]
+        mine = sum(float(each.features if self.pair.features else each.output) for each in found)
+        return float(self.ranks.total(mine)) / self.ranks.total(len(found))
+
     @contextmanager
     def undone_by_errors(self) -> Iterator[None]:
         """Restore the student after an error; after Ctrl-C keep the best state so far."""
