@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-long check wheel-test soak fuzz-files mutations results zoo clean
+.PHONY: demo test test-long check wheel-test transformers-test soak fuzz-files mutations results zoo clean
 
 demo: $(VENV)/demo.stamp          ## prune a small network on handwritten digits and print a table
 	$(BIN)/ispasp demo
@@ -26,6 +26,9 @@ check: $(VENV)/test.stamp         ## lint, format, types of library and tests, l
 
 wheel-test:                       ## build the wheel, and use it in an environment of its own, without extras
 	PYTHON=$(PYTHON) tests/wheel/run
+
+transformers-test: $(VENV)/test.stamp  ## save pruned transformers, and use them in an environment without ispasp
+	PYTHON=$(BIN)/python tests/wheel/transformers_run
 
 SECONDS ?= 7200
 soak: $(VENV)/test.stamp          ## random networks, faults, files, processes and threads for SECONDS; appends to soak.jsonl

@@ -256,8 +256,8 @@ class _Family:
         call, autos = self.call(code=True)
         text = Path(_resized.__file__).read_text(encoding="utf-8")
         names = sorted({cls for _, cls in autos if hasattr(self.transformers, cls)})
-        classes = [f"Pruned{name} = pruned(transformers.{name})" for name in names]
-        config["auto_map"] = {a: f"{CODE.removesuffix('.py')}.Pruned{c}" for a, c in autos if c in names}
+        classes = [f"{name} = pruned(transformers.{name})" for name in names]
+        config["auto_map"] = {a: f"{CODE.removesuffix('.py')}.{c}" for a, c in autos if c in names}
         code = "\n".join([text, "\nimport transformers  # noqa: E402\n", *classes, ""])
         return Opening("code", self.text(config), code, call=call)
 

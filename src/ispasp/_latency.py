@@ -1,7 +1,8 @@
 """Time models on this machine: two of them side by side, and a table of their ops at several widths for `Latency`.
 
 An op is timed as a chain of copies, less an empty chain, so that the overhead of a call cancels. The table is kept on
-disk by machine, thread count and versions. One factor makes its sums fit two whole runs.
+disk by machine, thread count and versions. One factor makes its sums fit two whole runs, and a third one tells whether
+odd widths cost more in the whole network. The time that a thread waits for a processor is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.utils import _pytree as pytree
 from ispasp._keep import prunable
 from ispasp._onnx import TALKATIVE, in_order, named_arrays, open_session
 from ispasp._steps import Work
-from ispasp.budget.latency import Latency, Runtime, Term, fitted, interpolated
+from ispasp.budget.latency import Latency, LatencyModel, Runtime, Term, fitted, interpolated
 from ispasp.engine.batches import count_examples
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
@@ -53,6 +54,7 @@ _GRID = (0.75, 0.5, 0.25, 0.125)  # of the units: widths that every op is timed 
 _PROBES = (1, 4, 8)  # units below the half: are widths that are not round slower?
 _COPIES, _ROUNDS = 2, 5  # of an op in a chain; of the table
 _LOOP, _TABLE, _WHOLE = 2e-3, 0.1, 1.0  # seconds of a timed loop, and at least of all rounds for the table and models
+_COMPILED = 64  # networks of one class that are compiled
 _NOISY = 0.2  # relative spread of runs that is told
 _NEAR = 0.1  # by which the target may be missed
 
@@ -120,12 +122,9 @@ class LatencyResult:
 def timed_pair(
     dense: nn.Module, pruned: nn.Module, batch: Batch, runtime: Runtime = "eager", repeats: int = 7
 ) -> LatencyResult:
-    """Run two models in turn on a batch; three times as often where the runs differ much."""
+    """Run two models in turn on a batch."""
     with evaluating(dense), evaluating(pruned):
-        jobs = [job(runtime, each, batch) for each in (dense, pruned)]
-        runs = _interleaved(jobs, repeats, _WHOLE)
-        if max(map(_spread, runs)) > _NOISY:
-            runs = [a + b for a, b in zip(runs, _interleaved(jobs, 2 * repeats, 2 * _WHOLE), strict=True)]
+        runs = _settled([job(runtime, each, batch) for each in (dense, pruned)], repeats, _WHOLE)
     name = runtime if isinstance(runtime, str) else getattr(runtime, "__name__", "custom")
     (a, b), (c, d) = (1e3 * statistics.median(each) for each in runs), map(_spread, runs)
     return LatencyResult(a, b, c, d, count_examples(batch), name, torch.get_num_threads())
@@ -145,7 +144,9 @@ def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
             raise InputError(f"the runtime returned {found!r}: return a function to time, or seconds")
         return float(found)
     called: Any = torch.compile(model, dynamic=False) if runtime == "compile" else model
-    with failing_as(InputError, f"the model does not run in runtime={runtime!r}", "try runtime='eager'"):
+    limits = {"recompile_limit": _COMPILED, "fail_on_recompile_limit_hit": True}  # else it runs eagerly, unnoticed
+    compiled = torch._dynamo.config.patch(limits) if runtime == "compile" else nullcontext()
+    with failing_as(InputError, f"the model does not run in runtime={runtime!r}", "try runtime='eager'"), compiled:
         called(*args, **kwargs)
     return lambda: called(*args, **kwargs)
 
@@ -158,6 +159,14 @@ def _onnx_job(model: nn.Module, batch: Batch) -> Job:
     return lambda: session.run(None, feed)
 
 
+def _settled(jobs: Sequence[Job], rounds: int, least: float) -> list[list[float]]:
+    """Seconds of each job in each round; three times as many rounds where those of a job differ much."""
+    runs = _interleaved(jobs, rounds, least)
+    if max(map(_spread, runs)) > _NOISY:
+        runs = [a + b for a, b in zip(runs, _interleaved(jobs, 2 * rounds, 2 * least), strict=True)]
+    return runs
+
+
 def _interleaved(jobs: Sequence[Job], rounds: int, least: float) -> list[list[float]]:
     """Seconds of each job in each round. All run in turn, short ones several times, for at least so many seconds."""
     loops = []
@@ -165,22 +174,32 @@ def _interleaved(jobs: Sequence[Job], rounds: int, least: float) -> list[list[fl
         _seconds(each, 1)
         loops.append(max(1, min(1000, int(_LOOP / max(_seconds(each, 1), 1e-9)))))
     runs: list[list[float]] = [[] for _ in jobs]
-    constant, started = all(isinstance(each, float) for each in jobs), time.perf_counter()
-    while len(runs[0]) < rounds or not (constant or time.perf_counter() - started > least):
+    constant, spent = all(isinstance(each, float) for each in jobs), 0.0
+    while len(runs[0]) < rounds or not (constant or spent > least):
         for each, n, found in zip(jobs, loops, runs, strict=True):
             found.append(_seconds(each, n))
+            spent += n * found[-1]
     return runs
 
 
 def _seconds(job: Job, times: int) -> float:
+    """Seconds of a call, without those that this thread waited for a processor while other programs had it."""
     if isinstance(job, float):
         return job
-    started = time.perf_counter()
+    waited, busy, started = _waited(), time.thread_time(), time.perf_counter()
     for _ in range(times):
         job()
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    return (time.perf_counter() - started) / times
+    busy, passed = time.thread_time() - busy, time.perf_counter() - started
+    return max(busy, passed - (_waited() - waited)) / times
+
+
+def _waited() -> float:
+    """Seconds that this thread was ready to run and did not: Linux tells, elsewhere none are known."""
+    with suppress(OSError, ValueError, IndexError):
+        return 1e-9 * int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    return 0.0
 
 
 def _spread(runs: Sequence[float]) -> float:
@@ -324,14 +343,19 @@ def ops_of(work: Work, batch: Batch, *, pointwise: bool) -> Iterator[Op]:
 
 @torch.no_grad()
 def measured_terms(ops: Sequence[Op], runtime: Runtime, *, progress: bool) -> list[list[float]]:
-    """Seconds of every op at every width of its `schedule`; what the cache knows is not timed again."""
+    """Seconds of every op at every width of its `schedule`; what the cache knows is not timed again.
+
+    torch.compile fuses around products and calls the kernels of eager mode for them, so these stand for its own: a
+    compilation of every chain would take minutes.
+    """
+    runtime = "eager" if runtime == "compile" else runtime
     cache = Cache(runtime)
     for op in track(ops, "timing layers", len(ops), show=progress):
         wanted = {op.key(kept): kept for kept in schedule(op) if op.key(kept) not in cache.times}
         if wanted:
             chains = [op.chain(kept, _COPIES) for kept in wanted.values()]
             jobs = [job(runtime, *each) for each in (op.chain({}, 0), *chains)]
-            empty, *middles = (statistics.median(runs) for runs in _interleaved(jobs, _ROUNDS, _TABLE))
+            empty, *middles = (statistics.median(runs) for runs in _settled(jobs, _ROUNDS, _TABLE))
             found = ((each - empty) / _COPIES for each in middles)
             cache.times |= {key: max(seconds, 1e-9) for key, seconds in zip(wanted, found, strict=True)}
     cache.write()
@@ -421,7 +445,22 @@ class Stopwatch:
         terms = terms_of(ops, table)
         dense, ratio = self._cut(keep, self._half)
         self._saved = 1 - ratio  # by half of the units
-        self.budget = replace(keep, model=fitted(terms, dense, ratio * dense, self._half))
+        self.budget = replace(keep, model=self._punished(keep, fitted(terms, dense, ratio * dense, self._half)))
+
+    def _punished(self, keep: Latency, model: LatencyModel) -> LatencyModel:
+        """Raise the times of odd widths if a whole network of them is slower than one with a few more units.
+
+        A runtime may change the layout of tensors between ops, which no op alone shows.
+        """
+        for step, power in zip(_PROBES, (*_PROBES[1:], 2 * _PROBES[-1]), strict=True):
+            widths = {n: w - step * (step < min(w, granule(self._work.units[n]))) for n, w in self._half.items()}
+            if widths == self._half:
+                break
+            ratio = self._cut(keep, widths)[1]
+            if ratio <= (1 + _NEAR) * (1 - self._saved):
+                break  # then rounder widths are not punished either
+            model = model.punished(widths, ratio * model.dense, step, power)
+        return model
 
     def _timed(self, keep: Latency, model: nn.Module, plan: Plan | None = None) -> LatencyResult:
         """Time a model beside the dense one, cut by a plan if there is one."""

@@ -18,7 +18,10 @@ _SPEC = "_heterogeneity_spec"  # of `per_layer_config`: while it is set, transfo
 
 
 def pruned(cls: Any) -> Any:
-    """Make the class that builds `cls` from the dense config, then resizes it. Other configs build `cls` itself."""
+    """Make the class that builds `cls` from the dense config, then resizes it. Other configs build `cls` itself.
+
+    It has the name of `cls`, by which pipelines know what a model can do.
+    """
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         table = getattr(config, "pruned_widths", None) or {}
@@ -32,7 +35,7 @@ def pruned(cls: Any) -> Any:
                 vars(config)[_SPEC] = spec
         resize(self, table)
 
-    return type(f"Pruned{cls.__name__}", (cls,), {"__init__": build, "__module__": __name__, "__doc__": cls.__doc__})
+    return type(cls.__name__, (cls,), {"__init__": build, "__module__": __name__, "__doc__": cls.__doc__})
 
 
 def resize(model: nn.Module, table: Mapping[str, Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import ispasp
 from ispasp import Latency
-from ispasp._latency import Cache, LatencyResult
+from ispasp._latency import Cache, LatencyResult, _seconds, _waited
 from ispasp.budget.latency import LatencyModel, fitted, interpolated
 from ispasp.errors import InputError, MissingExtraError
 from support.nets import mlp
@@ -50,6 +50,38 @@ def test_the_target_is_met_with_widths_that_the_runtime_likes() -> None:
     assert found.predicted == pytest.approx(found.pruned)
     assert not found.corrected
     assert not found.missed
+
+
+@pytest.mark.parametrize("liked", [2, 8])
+def test_odd_widths_that_only_whole_networks_punish(liked: int) -> None:
+    """As a change of layout between ops does: no chain of one op shows it."""
+
+    def runtime(model: nn.Module, batch: Any) -> float:
+        alone = seconds(model, batch, odd=1.0)
+        odd = any(n % liked for p in model.parameters() if p.ndim > 1 for n in p.shape)
+        return alone * (3.0 if odd and not isinstance(model, torch.fx.GraphModule) else 1.0)
+
+    torch.manual_seed(0)
+    model = mlp(16, 256, 128, 8)
+    keep = Latency(0.5, runtime=runtime)
+    result = ispasp.prune(model, batches(), keep, method="l1", compensate=None, progress=False)
+    assert {layer.kept % liked for layer in result.layers} == {0}
+    assert result.latency is not None
+    assert not result.latency.missed
+    assert not result.latency.corrected
+
+
+def test_waiting_for_a_processor_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on by 5 s in a call, of which the thread has waited 3 s, and has run or slept 2 s."""
+    clock, waited = iter([10.0, 15.0]), iter([1.0, 4.0])
+    monkeypatch.setattr("ispasp._latency.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("ispasp._latency._waited", lambda: next(waited))
+    assert _seconds(lambda: None, 1) == 2.0
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"17 2500000000 3\n")
+    assert _waited() == 2.5
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"")
+    assert _waited() == 0.0
 
 
 def test_milliseconds_and_batch() -> None:

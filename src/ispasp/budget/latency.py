@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from numbers import Real
 from typing import Any, Literal
@@ -21,6 +21,7 @@ Runtime = Literal["eager", "compile", "onnx"] | Callable[[Any, Any], Any]
 Term = tuple[tuple[Extent, NDArray[np.float64]], ...]  # seconds are a product: of each axis by its length
 RUNTIMES = ("eager", "compile", "onnx")
 _NOISE = 0.05  # a width that is slower than its neighbours by less is not punished
+_SLOWEST = 64.0  # times that a width may be slower than a round one
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,25 @@ class LatencyModel:
             if (seconds := total(mine, {name: width})) < best:
                 found, best = [width, *found], seconds
         return found
+
+    def punished(self, widths: Mapping[str, int], seconds: float, low: int, high: int) -> LatencyModel:
+        """Raise the times of lengths that `low` divides and `high` does not, until `widths` take so many seconds."""
+
+        def raised(factor: float) -> LatencyModel:
+            def slower(times: NDArray[np.float64]) -> NDArray[np.float64]:
+                power = _power(np.arange(len(times)))
+                return np.where((power >= low) & (power < high), factor * times, times)
+
+            terms = (tuple((extent, slower(times)) for extent, times in term) for term in self.terms)
+            return replace(self, terms=tuple(terms))
+
+        factors = [1.0, _SLOWEST]
+        if raised(_SLOWEST).seconds(widths) < seconds:
+            return self  # these lengths are not what takes the time
+        for _ in range(20):
+            middle = math.sqrt(factors[0] * factors[1])
+            factors[raised(middle).seconds(widths) >= seconds] = middle
+        return raised(factors[1])
 
 
 def total(terms: Sequence[Term], widths: Mapping[str, int]) -> float:
@@ -86,15 +106,15 @@ def interpolated(grid: Mapping[int, float], probes: Mapping[int, float], length:
     for n in sorted(probes, key=_power, reverse=True):
         ratio = probes[n] / max(float(seconds[n]), 1e-12)
         slower[_power(n)] = max([ratio if ratio > 1.0 + _NOISE else 1.0, *slower.values()])
-    powers = at & -at
+    powers = _power(at)
     for power in sorted(slower, reverse=True):
         next_power = min((p for p in slower if p > power), default=max(slower) + 1)
         seconds = np.where((powers >= power) & (powers < next_power), seconds * slower[power], seconds)
     return np.asarray(seconds, dtype=np.float64)
 
 
-def _power(n: int) -> int:
-    """The largest power of two that divides n."""
+def _power(n: Any) -> Any:
+    """The largest power of two that divides n, or each of an array."""
     return n & -n
 
 

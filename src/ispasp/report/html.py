@@ -99,10 +99,12 @@ file in place of the budget: it keeps these units, refits and proves.</p>
 <label class="chosen" for="budget"></label>
 <input type="range" id="budget" class="budget" min="0" max="100" step="0.1">
 <div class="tiles">{tiles}</div><h3>From input to output</h3>
+<div class="legend"><span>{svg.KEPT_KEY}stay</span><span>{svg.GONE_KEY}removed</span>
+<span>{svg.STAYS_KEY}cannot be pruned</span></div>
 <div class="sketch" tabindex="0" role="group" aria-describedby="info"
 aria-label="layers from input to output; arrow keys go through them"></div>
 <p class="info" id="info" aria-live="polite">Point at a bar: a layer, as high as the root of its channels. Hatched ones
-stay whole, and say why.</p>
+say why they stay whole.</p>
 <details><summary>Widths <b>{len(tradeoffs["dimensions"])}</b></summary><ul class="list"></ul></details>
 <button type="button" class="download">Save the plan</button>
 <script type="application/json" id="tradeoffs">{held}</script></section>"""

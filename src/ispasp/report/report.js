@@ -85,7 +85,7 @@
   }
 
   /* Texts */
-  const percent = (x) => (100 * x).toFixed(x < 0.1 ? 2 : 1) + "\u2009%";
+  const percent = (x) => (100 * x).toFixed(x < 0.1 ? 2 : x < 1 ? 1 : 0) + "\u2009%";
   function count(n) {
     if (n < 1e4) return n.toLocaleString("en", { maximumFractionDigits: n < 100 ? 2 : 0 });
     const [size, letter] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "K"]].find(([s]) => n >= s);
@@ -93,15 +93,29 @@
   }
 
   /* The drawing of error against cost */
-  const [high, edge] = [150, 8];
+  const [high, edge, ground] = [170, 8, 148];
   const chart = at("tradeoff");
   let wide = 600;
   function place(share, lost) {
     const path = paths[measure], all = measures[measure].dense;
-    const least = path.at(-1).cost / all, last = path.at(-1).error;
-    const most = Math.min(last, 4 * error(pruned) || last) || 1;  /* steep ends are cut off */
+    const least = path.at(-1).cost / all;
     const x = edge + ((wide - 2 * edge) * (share - least)) / Math.max(1 - least, 1e-12);
-    return [Math.min(Math.max(x, edge), wide - edge), high - edge - (high - 2 * edge) * Math.min(lost / most, 1)];
+    return [Math.min(Math.max(x, edge), wide - edge), ground - (ground - 18) * Math.min(lost / most(), 1)];
+  }
+  function most() {
+    const last = paths[measure].at(-1).error;
+    return Math.min(last, 4 * error(pruned) || last) || 1;  /* steep ends are cut off */
+  }
+  const label = (x, y, anchor, text) => `<text x="${x}" y="${y}" text-anchor="${anchor}">${text}</text>`;
+  function scale() {
+    const rows = [1, 0.5].map((part) => {
+      const y = place(0, part * most())[1];
+      return `<line class="grid" x1="${edge}" x2="${wide - edge}" y1="${y}" y2="${y}"/>` +
+        label(wide - edge, y - 5, "end", (part === 1 ? "predicted error " : "") + percent(part * most()));
+    });
+    const least = percent(paths[measure].at(-1).cost / measures[measure].dense);
+    return rows.join("") + label(edge, high - 5, "start", least) + label(wide - edge, high - 5, "end", "100\u2009%") +
+      `<line class="axis" x1="${edge}" x2="${wide - edge}" y1="${ground}" y2="${ground}"/>`;
   }
   function draw() {
     const all = measures[measure].dense;
@@ -110,9 +124,10 @@
     const line = paths[measure].map((step) => place(step.cost / all, step.error).map((v) => v.toFixed(1)).join());
     const [[x, y], [rx, ry]] = [widths, pruned].map((w) => place(cost(measure, w) / all, error(w)));
     chart.innerHTML =
-      `<polygon class="area" points="${line.join(" ")} ${edge},${high - edge} ${wide - edge},${high - edge}"/>` +
+      scale() +
+      `<polygon class="area" points="${line.join(" ")} ${edge},${ground} ${wide - edge},${ground}"/>` +
       `<polyline class="curve" points="${line.join(" ")}"/>` +
-      `<line class="drop" x1="${x}" x2="${x}" y1="${y}" y2="${high - edge}"/>` +
+      `<line class="drop" x1="${x}" x2="${x}" y1="${y}" y2="${ground}"/>` +
       `<circle class="before" cx="${rx}" cy="${ry}" r="5"/><circle class="here" cx="${x}" cy="${y}" r="7"/>`;
   }
 

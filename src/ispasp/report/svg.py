@@ -21,6 +21,7 @@ def _key(shape: str) -> str:
 
 
 KEPT_KEY, GONE_KEY = (_key(f'<rect class="{kind}" width="12" height="12" rx="3"/>') for kind in ("kept", "track"))
+STAYS_KEY = '<i class="stays"></i>'
 AFTER_KEY = _key('<circle class="kept" cx="6" cy="6" r="5"/>')
 BEFORE_KEY = _key('<circle class="before" cx="6" cy="6" r="4"/>')
 _BARS = "".join(
@@ -97,9 +98,8 @@ def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None) -> s
         parts.append(_line("drop", x, x, y, ground) + f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
         full = x > wide - 84  # no room on the right: write below the falling curve
         text = f"{chosen}: {100 * error:.0f}%"
-        parts.append(
-            _label(x - 9 if full else x + 8, y + 4 if full else y - 9, text, "end" if full else "start", "said")
-        )
+        at = (x - 9, y + 4) if full else (x + 8, max(y - 9, 10.0))
+        parts.append(_label(*at, text, "end" if full else "start", "said"))
     return f'<svg viewBox="0 0 {wide} {high}" role="img" aria-label="error against kept units">{"".join(parts)}</svg>'
 
 

@@ -57,6 +57,12 @@ def _package() -> Path:
     return Path(os.environ.get(FOLDER) or ".").resolve() / "node_modules" / "node-llama-cpp"
 
 
+def version() -> str:
+    """The release of llama.cpp that the package ships."""
+    found = _package() / "llama" / "llama.cpp.info.json"
+    return str(json.loads(found.read_text(encoding="utf-8")).get("tag", "")) if found.is_file() else ""
+
+
 def absent() -> str:
     """Why llama.cpp cannot be asked; empty if it can."""
     if not shutil.which("node"):

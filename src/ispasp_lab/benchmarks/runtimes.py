@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torch import nn
 
 from ispasp._apply import apply_
 from ispasp._gguf import export_gguf
-from ispasp._onnx import export_onnx
+from ispasp._latency import timed_pair
+from ispasp._onnx import export_onnx, in_order, named_arrays
 from ispasp._survey import survey
 from ispasp.engine.batches import tensors_of
 from ispasp.errors import InputError, MissingExtraError
@@ -29,12 +31,10 @@ from ispasp.graph.trace import call_arguments
 from ispasp.report import Column, render, track
 from ispasp.surgery.verify import output_of, relative_error
 from ispasp_lab.benchmarks import llama_cpp
-from ispasp_lab.benchmarks.timing import interleaved
 from ispasp_lab.zoo import Case, cases
 
 NETWORKS = ("torchvision/resnet18", "torchvision/mobilenet_v2", "transformers/bert", "transformers/llama")
 PLANS = {"uniform": (0.5,), "mixed": (0.75, 0.5)}  # fractions to keep, for one hidden dimension after the other
-_ROUNDS = 15
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,21 @@ def _export(job: Job) -> tuple[float, None]:
 
 
 def _onnx(job: Job) -> tuple[float, float]:
-    runtime, sessions = importlib.import_module("onnxruntime"), {}
+    runtime, sessions = importlib.import_module("onnxruntime"), dict[nn.Module, Any]()
     for name, model in (("dense", job.dense), ("pruned", job.model)):
         error = export_onnx(model, job.batch, job.folder / f"{name}.onnx")
-        sessions[name] = runtime.InferenceSession(job.folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
-    arrays = [tensor.numpy() for tensor in tensors_of(call_arguments(job.batch))]
-    inputs = dict(zip([known.name for known in sessions["pruned"].get_inputs()], arrays, strict=True))
-    jobs = {name: lambda session=session: session.run(None, inputs) for name, session in sessions.items()}
-    interleaved(jobs, 2)
-    times = interleaved(jobs, _ROUNDS)
-    return error, times["dense"].median / times["pruned"].median
+        sessions[model] = runtime.InferenceSession(job.folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
+    inputs = named_arrays(sessions[job.model], in_order(job.model, job.batch))
+
+    def call(model: nn.Module, _: Any) -> Callable[[], Any]:
+        return lambda: sessions[model].run(None, inputs)
+
+    return error, timed_pair(job.dense, job.model, job.batch, call).speedup
 
 
 def _llama_cpp(job: Job) -> tuple[float, None]:
     if not isinstance(job.batch, dict) or "input_ids" not in job.batch:
-        raise InputError("no Llama-type model")
+        raise InputError("no language model")
     path, ids = job.folder / "model.gguf", job.batch["input_ids"][:1]
     size = len(job.model.get_input_embeddings().weight)  # type: ignore[operator]
     first, *others = (chr(0x100 + i) for i in range(size - 1))
@@ -167,14 +167,16 @@ def _job(case: Case, fractions: Sequence[float], folder: Path) -> Job:
 
 def _row(job: Job, network: str, plan: str, name: str) -> Row:
     package, runs = RUNTIMES[name]
+    number = ""
     try:
-        version = str(getattr(importlib.import_module(package), "__version__", ""))
+        number = llama_cpp.version() if name == "llama.cpp" else version(package).partition("-")[0]
         error, speed = runs(job)
     except (ImportError, MissingExtraError) as missing:
-        return Row(network, plan, name, "", None, None, f"not installed: {missing}"[:160])
+        return Row(network, plan, name, number, None, None, f"not installed: {missing}"[:160])
     except Exception as problem:  # a runtime may raise anything: this is what the table is about
-        return Row(network, plan, name, version, None, None, " ".join(f"{problem}".split())[:160])
-    return Row(network, plan, name, version, error, speed, "")
+        reason = " ".join(f"{problem}".split()).partition(": ")[0]
+        return Row(network, plan, name, number, None, None, reason if len(reason) < 160 else f"{reason[:159]}…")
+    return Row(network, plan, name, number, error, speed, "")
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -198,8 +200,9 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 _NOTE = (
-    "Error: relative difference from torch's output. Speed: ONNX Runtime's, in times of the dense export in the same "
-    "run, small inputs. uniform keeps half of all units, mixed three quarters in every other hidden dimension."
+    "Networks of the zoo: those of torchvision at small inputs, transformers tiny. Error: relative difference from "
+    "torch's output. Speed: ONNX Runtime's, in times of the dense export in the same run. uniform keeps half of all "
+    "units, mixed three quarters in every other hidden dimension. ispasp bench latency times real sizes."
 )
 
 
