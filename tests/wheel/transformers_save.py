@@ -52,7 +52,7 @@ def save(folder: Path, cls: str, options: dict[str, Any], batch: dict[str, Any],
     plan = ispasp.survey(model, batch).plan(keep)
     saved = ispasp.save(ispasp.apply_(model, plan), folder, plan, example=batch)
     assert saved.way == way, saved.note
-    expected = {"call": saved.note.split()[2].partition(".")[0], "way": way}
+    expected: dict[str, Any] = {"call": saved.note.split()[2].partition(".")[0], "way": way}
     expected |= {"batch": {name: tensor.tolist() for name, tensor in batch.items()}}
     with torch.no_grad():
         expected["logits"] = model(**batch).logits.tolist()
