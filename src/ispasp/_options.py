@@ -58,6 +58,7 @@ from ispasp.types.plan import Plan
 Compensate = Literal["local", "dense"] | None
 Refitted = Literal["auto", "consumers", "all"]
 Bias = Literal["auto", "add", "keep"]
+Ridge = float | Literal["auto"]
 P = ParamSpec("P")
 R = TypeVar("R")
 Order = Literal["sequential", "oneshot", "global"]
@@ -88,7 +89,7 @@ class Options:
     heal: bool | Heal | None = None
     loss: Loss | None = None
     memory: int | None = None
-    ridge: float | None = None
+    ridge: Ridge = "auto"
     refit: Refitted = "auto"
     bias: Bias = "auto"
     uniform: bool = False
@@ -137,7 +138,11 @@ class Options:
             ),
             ("round_to", self.round_to is None or whole(self.round_to), "pass a whole number such as 8, or None"),
             ("examples", some, "pass a number of examples, None for all, or 'auto'"),
-            ("ridge", self.ridge is None or positive(self.ridge), f"pass a positive number, such as {RIDGE}, or None"),
+            (
+                "ridge",
+                self.ridge == "auto" or positive(self.ridge),
+                f"pass a positive number such as {RIDGE}, or 'auto'",
+            ),
             ("memory", self.memory is None or positive(self.memory), "pass a number of bytes, or None for no limit"),
             ("timeout", positive(self.timeout), "pass seconds, such as 600"),
             ("search", is_integer(self.search) and self.search >= 0, "pass a number of candidates to try, 0 for none"),

@@ -15,7 +15,18 @@ from ispasp._finetune_between import pruned_between
 from ispasp._heal import Heal, HealResult, healed
 from ispasp._keep import Keep, Widths, prunable, widths
 from ispasp._latency import Stopwatch
-from ispasp._options import Bias, Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
+from ispasp._options import (
+    Bias,
+    Compensate,
+    Inputs,
+    Options,
+    Order,
+    Refitted,
+    Ridge,
+    options_for,
+    positive,
+    suggest_names,
+)
 from ispasp._proof import Expected, MaskedNetwork, compared, expect, look_closer
 from ispasp._steps import Decisions, Work, decide
 from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
@@ -66,7 +77,7 @@ def prune(
     curves: bool = False,
     loss: Loss | None = None,
     memory: int | None = None,
-    ridge: float | None = None,
+    ridge: Ridge = "auto",
     refit: Refitted = "auto",
     bias: Bias = "auto",
     uniform: bool = False,
@@ -119,7 +130,7 @@ def prune(
                    with uniform=True, else adds where a layer reads pruned units
       uniform      a budget keeps the same fraction of every hidden dimension, so that a Hugging Face config can say the
                    widths and plain `from_pretrained` opens the saved model
-      ridge        of the refit, relative to the mean variance of the inputs; None chooses it for each consumer by the
+      ridge        of the refit, relative to the mean variance of the inputs; "auto" chooses it for each layer by the
                    error on held-out examples, half of every batch
       timeout      seconds to wait for other ranks (torch.distributed)
       progress     show a bar
@@ -155,7 +166,7 @@ def prune_(
     curves: bool = False,
     loss: Loss | None = None,
     memory: int | None = None,
-    ridge: float | None = None,
+    ridge: Ridge = "auto",
     refit: Refitted = "auto",
     bias: Bias = "auto",
     uniform: bool = False,

@@ -100,6 +100,7 @@ def test_no_hint_where_the_input_was_chosen() -> None:
         ({"round_to": 0}, "round_to=0: pass a whole number such as 8, or None"),
         ({"round_to": 2.5}, "round_to=2.5: pass a whole number"),
         ({"ridge": 0.0}, "ridge=0.0: pass a positive number"),
+        ({"ridge": "small"}, "ridge='small': pass a positive number such as 0.0001, or 'auto'"),
         ({"ridge": float("inf")}, "ridge=inf: pass a positive number"),
         ({"memory": 0}, "memory=0: pass a number of bytes, or None"),
         ({"memory": "1G"}, "memory='1G': pass a number of bytes, or None"),

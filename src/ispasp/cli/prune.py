@@ -291,6 +291,7 @@ def _chosen(amounts: AmountOptions, how: HowOptions, healing: HealOptions, what:
         "uniform": amounts.uniform,
         "method": how.chosen(),
         "curves": not how.no_curves(),
+        "ridge": "auto" if how.ridge is None else how.ridge,
         "heal": healing.chosen(),
         "compensate": None if how.compensate == "none" else how.compensate,
         "skip": tuple(what.skip or ()),

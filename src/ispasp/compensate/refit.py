@@ -185,17 +185,18 @@ def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense:
     return found
 
 
-def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge: float | None = None) -> Refit:
+def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge: float | str = "auto") -> Refit:
     """Fit the consumer's weight on the kept units to its target.
 
-    Without `ridge`, the best one on held-out examples is used, and no fit at all if that is better there.
+    `ridge="auto"` takes the best one on held-out examples, and no fit at all if that is better there.
     """
+    given = None if isinstance(ridge, str) else float(ridge)
     s, b0 = data.sums.whole, data.bias
     W0 = _narrow(data.form.consumer, cuts)[0].flatten(2)
-    tried = held_out(data.sums, W0, b0, intercept=bool(where.into), ridge=ridge)
-    chosen = ridge if ridge is not None else tried.ridge if tried else RIDGE
+    tried = held_out(data.sums, W0, b0, intercept=bool(where.into), ridge=given)
+    chosen = given if given is not None else tried.ridge if tried else RIDGE
     fit = _stored(solve(s, W0, b0, intercept=bool(where.into), ridge=chosen), data, where)
-    if ridge is None and tried and tried.after >= tried.before:
+    if given is None and tried and tried.after >= tried.before:
         fit = replace(fit, weight=W0.double(), bias=b0, after=fit.before, used=False)
     unseen = None
     if tried:
