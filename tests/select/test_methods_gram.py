@@ -121,7 +121,7 @@ def test_obs_scores_and_updates_are_those_of_least_squares(
         if step in (1, 4):  # also in between, which must change nothing
             found.catch_up()
             best = fitted([*out, unit])[0]
-            known = torch.isin(unit_of, found.units)  # removed units are left out once they are half of all
+            known = torch.isin(unit_of, found.units)  # removed units are left out once they are many
             assert_close(found.W.T, best[:, known], rtol=1e-9, atol=1e-9)
             assert not best[:, ~known].any()
     assert len(found.units) <= 4

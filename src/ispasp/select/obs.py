@@ -18,6 +18,7 @@ from ispasp.select.evidence import Evidence, columns, descending, places, smalle
 from ispasp.types import Statistics
 
 _PENDING = 128  # columns removed before all matrices are brought up to date
+_FULL = 0.85  # part of the units up to which removed ones stay in the matrices
 _WORTH = 1 - 1e-6  # an exchange costs at most this part of what it saves, else rounding decides
 
 
@@ -297,12 +298,12 @@ class _Removals:
         self._inverse.addmm_(F.T, F, alpha=-1)
         self._pending = 0
         alive, b = self._alive, self._blocks.shape[1]
-        if 2 * int(alive.sum()) > len(alive):
+        if int(alive.sum()) > _FULL * len(alive):
             return
         # drop removed units from all matrices: the second half of the removals costs a quarter of the first
-        columns = alive.repeat_interleave(b)
+        columns = torch.nonzero(alive.repeat_interleave(b)).flatten()
         self.units, self._blocks, self._squares = self.units[alive], self._blocks[alive], self._squares[alive]
-        self.W, self._inverse = self.W[columns], self._inverse[columns][:, columns]
+        self.W, self._inverse = self.W[columns], self._inverse[columns].index_select(1, columns)
         self._F = self._F[:, columns].contiguous()
         self._alive = alive[alive]
 
