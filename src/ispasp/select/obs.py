@@ -300,7 +300,7 @@ class _Removals:
         alive, b = self._alive, self._blocks.shape[1]
         if int(alive.sum()) > _FULL * len(alive):
             return
-        # drop removed units from all matrices: the second half of the removals costs a quarter of the first
+        # drop removed units from all matrices: what follows works on smaller ones
         columns = torch.nonzero(alive.repeat_interleave(b)).flatten()
         self.units, self._blocks, self._squares = self.units[alive], self._blocks[alive], self._squares[alive]
         self.W, self._inverse = self.W[columns], self._inverse[columns].index_select(1, columns)

@@ -61,11 +61,12 @@ def short_example(batch: Batch, rows: int) -> Batch:
 def traced_example(model: nn.Module, batch: Batch, analysis: Analysis) -> tuple[Batch, TracedGraph]:
     """Choose what to try the model on, with its graph: one or two short examples, or the batch itself.
 
-    A short example must be half the batch at most, and take the same path through the model.
+    A short example must be less than half the batch, to be worth a trace of its own, and take the same path through the
+    model.
     """
     for rows in () if _is_cheap(model, batch, analysis) else (1, 2):
         short = short_example(batch, rows)
-        if 2 * sum(t.numel() for t in tensors_of(short)) > sum(t.numel() for t in tensors_of(batch)):
+        if 2 * sum(t.numel() for t in tensors_of(short)) >= sum(t.numel() for t in tensors_of(batch)):
             break
         with suppress(InputError, TraceError):
             graph = TracedGraphs(model, analysis, batch, ()).of(short)
