@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import ispasp
-from ispasp.errors import InputError, SaveError
+from ispasp.errors import InputError
 from ispasp.integrations.offload import materialised
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following device_map keys")  # tensors at the top are no submodules
@@ -182,20 +182,6 @@ def test_pruning_twice_and_a_copy(net: Net, x: Tensor, tmp_path: Path, way: str)
             ispasp.apply_(model, plans[-1])
         assert_close(model(x), plain(x))
     assert torch.equal(first(x), dense)
-    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
-    assert all(path.parent == tmp_path for path in folders)
-    assert len(folders) == (0 if way == "cpu" else 2)
-
-
-def test_what_does_not_change_is_not_written(net: Net, x: Tensor, tmp_path: Path) -> None:
-    model = WAYS["disk"](net, tmp_path)
-    with materialised(model):
-        ispasp.survey(model, x)
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    with materialised(model), torch.no_grad():
-        model.up.weight += 1
-    (fresh,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert {path.name for path in fresh.iterdir()} == {"index.json", "up.weight.dat"}
 
 
 def test_dense_weights_in_memory_are_let_go(net: Net, x: Tensor, tmp_path: Path) -> None:
@@ -205,9 +191,6 @@ def test_dense_weights_in_memory_are_let_go(net: Net, x: Tensor, tmp_path: Path)
     hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
     maps = [hook.weights_map for hook in hooks if hook.offload]
     assert maps
-    for weights in maps:
-        for mapping, _ in weights.sources.values():
-            assert isinstance(mapping, dict) or not mapping.state_dict
     assert not any(value.shape == (16, 12) for weights in maps for value in weights.values())
 
 
@@ -221,7 +204,7 @@ def test_a_layer_may_gain_a_bias(net: Net, x: Tensor, tmp_path: Path, way: str) 
     assert torch.equal(model(x), expected)
 
 
-def test_a_model_that_borrows_a_checkpoint_keeps_changes_in_memory(net: Net, x: Tensor, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_model_borrows_stays_as_it_is(net: Net, x: Tensor, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     net.again = nn.Linear(12, 16, bias=False)  # safetensors holds no tied weights
@@ -259,7 +242,6 @@ def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
         assert model.weight.dtype == dtype
         assert model.weight.isnan().all()
         assert model.bias.tolist() == [1, 2, 3, 4]
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1  # NaN has not changed either
 
 
 def test_other_hooks_are_put_back_too(net: Net, x: Tensor) -> None:
@@ -298,16 +280,3 @@ def test_a_model_without_weights_is_refused(net: Net) -> None:
     with pytest.raises(InputError, match="'lost.weight' is on the meta device"), materialised(model):
         pass
     assert hooks_of(model) == hooks
-
-
-def test_a_full_disk_leaves_a_plain_model(net: Net, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-    model = WAYS["disk"](net, tmp_path)
-    monkeypatch.setattr("accelerate.utils.offload_state_dict", full)
-    with pytest.raises(SaveError, match="no space left.*plain one in host memory"), materialised(model):
-        prune_(model)
-    assert not on_meta(model)
-    assert_close(model(x), pruned(0.5)[0](x))
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
