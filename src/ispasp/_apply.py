@@ -17,7 +17,7 @@ from ispasp.engine.runner import Edits
 from ispasp.engine.sites import sites
 from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
-from ispasp.graph.atoms import Atom, Axis, resolve
+from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain, uninterrupted
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.fold import folding
@@ -181,16 +181,13 @@ def _mask(model: nn.Module, plan: Plan, batch: Batch, undo: Undo) -> None:
 
 def _reading(analysis: Analysis) -> dict[str, set[int]]:
     """The axes of parameters that contractions sum over."""
-
-    def atoms(*axes: Axis) -> set[Atom]:
-        return {atom for axis in axes for segment in resolve(axis) for atom in segment}
-
     found: dict[str, set[int]] = {}
     for contraction in (c for walk in analysis.walks for c in walk.contractions):
-        summed = atoms(*contraction.contracted)
+        summed = {atom for axis in contraction.contracted for atom in atoms_of(axis)}
         for name, value in analysis.tensors.items():
             if value.parameters & contraction.parameters:
-                found.setdefault(name, set()).update(k for k, axis in enumerate(value.axes) if atoms(axis) & summed)
+                reads = (k for k, axis in enumerate(value.axes) if summed & {*atoms_of(axis)})
+                found.setdefault(name, set()).update(reads)
     return found
 
 

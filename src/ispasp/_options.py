@@ -37,7 +37,6 @@ from ispasp.engine.batches import (
     find_labels,
     first_in,
     first_of,
-    first_pair,
     held_out,
     most_examples,
     placed,
@@ -337,7 +336,7 @@ class Inputs:
                 more = True
                 if taken >= most or (limit == "auto" and 2 * taken >= most):
                     break
-                pair = first_pair(pair, most - taken)  # noqa: PLW2901
+                pair = first_of(pair, most - taken)  # noqa: PLW2901
             taken += count_examples(pair[0])
             yield pair
         self._taken, self._more = taken, more

@@ -12,7 +12,7 @@ from ispasp._keep import Keep, widths
 from ispasp.engine.batches import count_examples, one_batch
 from ispasp.errors import InputError, NothingToPruneError
 from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model, owner, unit_cost
-from ispasp.graph.atoms import resolve
+from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.graph.trace import Batch, check_model
 from ispasp.report import Column, Printed, Sheet, told
@@ -250,7 +250,7 @@ def _attention_heads(model: nn.Module, analysis: Analysis) -> list[Attribute]:
         value = analysis.tensors.get(f"{path}.out_proj.weight")
         if value is None or not isinstance(module, (nn.MultiheadAttention, SlimMultiheadAttention)):
             continue
-        for atom in (atom for segment in resolve(value.axes[1]) for atom in segment):
+        for atom in atoms_of(value.axes[1]):
             if atom in analysis.names and atom.size == module.num_heads:
                 found.append(Attribute(path, "num_heads", (((analysis.names[atom], atom.size),),)))
     return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import ClassVar
 
 from ispasp.errors import InputError
 from ispasp.graph.analyse import CostModel
@@ -14,10 +14,11 @@ from ispasp.types.dimension import Cost, is_integer
 
 
 @dataclass(frozen=True)
-class Budget(ABC):
+class Budget:
     """An upper limit: a float in (0, 1] is a fraction of the dense network's count, an int the count itself."""
 
     amount: float | int
+    what: ClassVar[str]  # "macs" or "params"
 
     def __post_init__(self) -> None:
         kind, amount = type(self).__name__, self.amount
@@ -61,17 +62,18 @@ class Budget(ABC):
             f"{least:,} of {self._dense(cost):,}; pass a larger {'count' if is_integer(amount) else 'fraction'}{hint}"
         )
 
-    @abstractmethod
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
         """Count of the network with these widths; dimensions that are not named are dense."""
+        counted: int = getattr(costs, self.what)({name: range(width) for name, width in widths.items()})
+        return counted
 
     def choices(self, name: str, units: int, step: int | None) -> Sequence[int] | None:
         """The widths that a hidden dimension may have, ascending to all units; None for any."""
         return None
 
-    @abstractmethod
     def _dense(self, cost: Cost) -> int:
         """The dense network's count."""
+        return int(getattr(cost, f"dense_{self.what}"))
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,7 @@ class Macs(Budget):
     (Macs(amount=0.5), Macs(amount=2690000000))
     """
 
-    def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
-        return costs.macs({name: range(width) for name, width in widths.items()})
-
-    def _dense(self, cost: Cost) -> int:
-        return cost.dense_macs
+    what: ClassVar[str] = "macs"
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,4 @@ class Params(Budget):
     Params(amount=0.25)
     """
 
-    def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
-        return costs.params({name: range(width) for name, width in widths.items()})
-
-    def _dense(self, cost: Cost) -> int:
-        return cost.dense_params
+    what: ClassVar[str] = "params"

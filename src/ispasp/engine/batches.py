@@ -299,8 +299,9 @@ def is_rows(value: Any, size: int) -> bool:
 
 
 def part(value: Any, rows: slice) -> Any:
-    """Copy some rows of all tensors."""
-    return pytree.tree_map(lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf, value)
+    """Copy some rows of all tensors, each once."""
+    leaves = {id(leaf): leaf[rows].clone() for leaf in tensors_of(value)}
+    return pytree.tree_map_only(Tensor, lambda leaf: leaves[id(leaf)], value)
 
 
 def padding_masks(batch: Batch) -> tuple[Tensor, ...]:
@@ -349,12 +350,6 @@ def most_examples(limit: Limit, batch: Batch) -> int | None:
     return max(1, min(_EXAMPLES, *map(affordable, tensors_of(batch))))
 
 
-def first_pair(pair: Pair, most: int) -> Pair:
-    """At most `most` examples of a pair."""
-    size = count_examples(pair[0])
-    return _rows_of(pair, slice(0, most)) if size > most and is_rows(pair, size) else pair
-
-
 def held_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     """Split batches into calibration and held-out ones: about the last eighth of the examples.
 
@@ -382,9 +377,4 @@ def _divided(pair: Pair, last: int) -> tuple[Pair, Pair] | None:
     size = count_examples(pair[0])
     if size < last + 2 or not is_rows(pair, size):
         return None
-    return _rows_of(pair, slice(0, size - last)), _rows_of(pair, slice(size - last, size))
-
-
-def _rows_of(pair: Pair, rows: slice) -> Pair:
-    batch = part(pair[0], rows)
-    return batch, batch if pair[1] is pair[0] else part(pair[1], rows)  # one object stays one
+    return part(pair, slice(0, size - last)), part(pair, slice(size - last, size))

@@ -346,7 +346,5 @@ def _row(analysis: Analysis, axes: Iterable[Axis]) -> Product:
 
 def unit_cost(model: CostModel, units: Mapping[str, int], name: str) -> tuple[int, int]:
     """Parameters and MACs of one unit, with everything else dense."""
-    if units[name] < 2:
-        return 0, 0
     kept = {name: range(units[name] - 1)}
     return model.params({}) - model.params(kept), model.macs({}) - model.macs(kept)

@@ -186,7 +186,11 @@ def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> 
     It holds the same Parameter objects under the same names, the same `out_proj` with corrected in_features, the
     training flag and the hooks. Do not use `module` any more.
     """
-    _check_module(module, heads)
+    if getattr(module.forward, "__func__", None) not in (nn.MultiheadAttention.forward, SlimMultiheadAttention.forward):
+        raise InputError(
+            f"{type(module).__name__} does not run nn.MultiheadAttention.forward: what its own forward does with fewer "
+            "heads is unknown; leave it dense"
+        )
     made = SlimMultiheadAttention(module, heads)
     if parametrize.is_parametrized(module):
         # torch keeps parametrized tensors as properties of a class that it makes for each such module.
@@ -194,26 +198,6 @@ def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> 
         made.__class__ = type("ParametrizedSlimMultiheadAttention", (SlimMultiheadAttention,), body)
     made.out_proj.in_features = heads * made.head_dim
     return made
-
-
-def _check_module(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> None:
-    if getattr(module.forward, "__func__", None) not in (nn.MultiheadAttention.forward, SlimMultiheadAttention.forward):
-        raise InputError(
-            f"{type(module).__name__} does not run nn.MultiheadAttention.forward: what its own forward does with fewer "
-            "heads is unknown; leave it dense"
-        )
-    if heads < 0:
-        raise InputError(f"heads={heads}: pass the number of heads that are left")
-    width = heads * module.head_dim
-    expected = {"in_proj_weight": (0, 3 * width), "in_proj_bias": (0, 3 * width), "out_proj.weight": (1, width)}
-    expected |= {f"{x}_proj_weight": (0, width) for x in "qkv"} | {f"bias_{x}": (2, width) for x in "kv"}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        axis, size = expected.get(name, (0, parameter.shape[0]))
-        if parameter.shape[axis] != size:
-            raise InputError(
-                f"{name} has shape {tuple(parameter.shape)}; heads={heads} of size {module.head_dim} need {size} on "
-                f"axis {axis}: cut the parameters first"
-            )
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
