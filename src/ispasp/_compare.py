@@ -31,7 +31,7 @@ from ispasp.result import Result
 from ispasp.select import Selector, selector
 from ispasp.select import methods as all_methods
 from ispasp.train.mimic import pair
-from ispasp.types.dimension import Cost
+from ispasp.types.dimension import Cost, distinct
 
 _EXAMPLES, _WORST = 256, 8  # that are compared, and listed
 
@@ -289,10 +289,7 @@ def _labelled(methods: Sequence[Any]) -> dict[str, Any]:
     for method in methods:
         selector(method)
         called = method if isinstance(method, str) else getattr(method, "__name__", str(method))
-        label, number = called, 2
-        while label in found:
-            label, number = f"{called} ({number})", number + 1
-        found[label] = method
+        found[distinct(called, found, "{} ({})")] = method
     return found
 
 

@@ -90,6 +90,15 @@ def writer(header: Mapping[str, str]) -> str | None:
     return header.get("writer", header.get("format"))
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether ispasp wrote the weights in a folder."""
+    try:
+        with opened(folder / WEIGHTS) as file:
+            return writer(file.metadata) == FORMAT
+    except SaveError:
+        return False
+
+
 def metadata(
     texts: Mapping[str, str],
     ties: Mapping[str, str],

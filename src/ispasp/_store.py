@@ -17,20 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ispasp._card import CARD, card, options_text, replaces
 from ispasp._huggingface import CODE, Opening, openings
-from ispasp._saved import (
-    CONFIG,
-    COPIES,
-    FILES,
-    FORMAT,
-    GENERATION,
-    PLAN,
-    WEIGHTS,
-    Saved,
-    build,
-    metadata,
-    opened_save,
-    writer,
-)
+from ispasp._saved import CONFIG, COPIES, FILES, GENERATION, PLAN, WEIGHTS, Saved, build, is_ours, metadata, opened_save
 from ispasp.errors import InputError, PlanError, SaveError, failing_as
 from ispasp.files import (
     check_dtype,
@@ -273,12 +260,7 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
             raise SaveError(f"{folder / name} is a folder, not a file: choose another folder")
     if not found or overwrite:
         return
-    try:
-        with opened(folder / WEIGHTS) as file:
-            ours = writer(file.metadata) == FORMAT
-    except SaveError:
-        ours = False
-    if not ours:
+    if not is_ours(folder):
         raise SaveError(
             f"{folder} holds {', '.join(found)} that ispasp did not write: choose another folder, or overwrite=True"
         )

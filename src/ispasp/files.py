@@ -264,10 +264,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def write_page(path: str | os.PathLike[str], text: str) -> Path:
     """Write a report. Returns its path."""
-    try:
+    with failing_as(SaveError, f"cannot write the report to {path}", "pass a file in a folder that can be written"):
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SaveError(f"cannot write the report to {path}: {error.strerror or error}") from error
     return Path(path)
 
 

@@ -45,7 +45,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
     ("budget/limits.py", LIMITS): [
         ("+ 1e-6)", ")"),
         ("if least <= self.limit(cost):", "if least < self.limit(cost):"),
-        ("        return cost.dense_params\n", "        return cost.dense_macs\n"),
+        ('what: ClassVar[str] = "params"', 'what: ClassVar[str] = "macs"'),
     ],
     ("engine/runner.py", ENGINE): [
         ("{**self.tensors, **other.tensors}", "{**other.tensors, **self.tensors}"),
@@ -69,6 +69,8 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("values[node] = known[source.name].detach().clone()", "values[node] = known[source.name].detach()"),
         ("if not len(found) == len(old.contractions) == len(new.contractions):", "if not found:"),
         ("if met != sorted(met):", "if False:"),
+    ],
+    ("graph/trace.py", (*ENGINE, "tests/api/test_prune_inputs.py")): [
         ("shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []", "pass"),
     ],
     ("engine/sites.py", SITES): [
@@ -81,7 +83,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
     ],
     ("engine/batches.py", BATCHES): [
         ("if total < ENOUGH:", "if total < 8 * ENOUGH:"),
-        ("_rows_of(pair, slice(size - last, size))", "_rows_of(pair, slice(0, last))"),
+        ("part(pair, slice(size - last, size))", "part(pair, slice(0, last))"),
         ("return masks if any(not bool(mask.all()) for mask in masks) else ()", "return ()"),
     ],
     ("graph/ops.py", OPS): [

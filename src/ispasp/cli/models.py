@@ -22,7 +22,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ispasp._saved import FILES, FORMAT, PLAN, WEIGHTS
+from ispasp._saved import FILES, PLAN, WEIGHTS, is_ours
 from ispasp._store import load, saved_plan
 from ispasp.cli import options as o
 from ispasp.cli.huggingface import Task, described, hf_model, quiet_hub, transformers
@@ -215,13 +215,7 @@ def _factory(path: Path, name: str, options: dict[str, Any]) -> Any:
 
 def is_saved(folder: Path) -> bool:
     """Whether a folder holds a pruned model."""
-    if is_regular(folder / PLAN):
-        return True
-    try:
-        with opened(folder / WEIGHTS) as file:
-            return file.metadata.get("format") == FORMAT
-    except SaveError:
-        return False
+    return is_regular(folder / PLAN) or is_ours(folder)
 
 
 def check_out(out: Path, *, force: bool) -> None:

@@ -23,7 +23,7 @@ from ispasp.cli.data import load_data
 from ispasp.cli.evaluate import scorer
 from ispasp.cli.loaded import Examples, Loaded, matched, runs
 from ispasp.cli.models import RESULT, ModelOptions, check_out, saved_folder, saved_result
-from ispasp.errors import InputError, SaveError
+from ispasp.errors import InputError, SaveError, failing_as
 from ispasp.files import read_bytes
 from ispasp.report.html import html
 from ispasp.select import Selector, methods, selector
@@ -329,13 +329,11 @@ def _loss(output: Any, batch: Any) -> Tensor:
 def _write(result: ispasp.Result, told: dict[str, Any], found: Examples, out: Path) -> None:
     o.LOG.debug("writing %s", out)
     told["opens"] = ispasp.save(result, out).note
-    try:
+    with failing_as(SaveError, f"cannot write to {out}", "make room, or pass another --out"):
         (out / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
         (out / "report.html").write_text(html(told, result.curves, result.tradeoffs), encoding="utf-8")
         if found.tokenizer is not None:
             found.tokenizer.save_pretrained(out)
-    except OSError as error:
-        raise SaveError(f"cannot write to {out}: {error}") from error
 
 
 def _print(told: dict[str, Any], table: str, found: Examples, out: Path, *, as_json: bool) -> None:

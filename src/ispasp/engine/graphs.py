@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -16,10 +14,9 @@ from ispasp.engine.batches import signature
 from ispasp.errors import InputError
 from ispasp.graph.analyse import Analysis, matches, retracked
 from ispasp.graph.ops import Tail, output_channels, tail
-from ispasp.graph.trace import Batch, Source, Trace, call_arguments, trace
+from ispasp.graph.trace import Batch, Source, Trace, call_arguments, trace, writes
 
 Values = dict[fx.Node, Any]
-_MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # their schemas do not say so
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +82,7 @@ class TracedGraph:
     @cached_property
     def writes(self) -> dict[fx.Node, list[fx.Node]]:
         """In-place ops that change the memory of a node's value, or of one it is a view of."""
-        memory: dict[fx.Node, fx.Node] = {}  # node -> the node whose memory its value lies in
-        written: dict[fx.Node, list[fx.Node]] = {}
-        if not any(mutates(node) for node in self.nodes):
-            return {}
-        for node in self.trace.graph.nodes:
-            memory[node] = next((memory[n] for n in _aliased(node)), node)
-            if mutates(node):
-                written.setdefault(memory[node], []).append(node)
-        return {node: written[at] for node, at in memory.items() if at in written}
+        return writes(self.trace.graph)
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> Values:
         """Values of all placeholders that are not inputs."""
@@ -180,17 +169,3 @@ def caller(node: fx.Node, model: nn.Module) -> nn.Module | None:
     """The module whose own forward a node was traced in."""
     paths = [path.partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return model.get_submodule(paths[-1]) if paths else None
-
-
-def mutates(node: fx.Node) -> bool:
-    """Whether an op changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
-
-
-def _aliased(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory a node returns, or may return."""
-    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
-    shared = [arg for arg, a in zip(node.args, arguments, strict=False) if a.alias_info is not None]
-    shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []
-    return [arg for arg in shared if isinstance(arg, fx.Node)]

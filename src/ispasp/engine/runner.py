@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import padding_masks
-from ispasp.engine.graphs import TracedGraph, TracedGraphs, Values, mutates
+from ispasp.engine.graphs import TracedGraph, TracedGraphs, Values
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.ops import Arguments, Operand, along, call, named_arguments, op_of
-from ispasp.graph.trace import Batch
+from ispasp.graph.trace import Batch, mutates
 
 T = TypeVar("T")
 _ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)

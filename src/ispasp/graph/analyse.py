@@ -20,7 +20,7 @@ from ispasp.errors import TraceError
 from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, atoms_of, freeze, freeze_atom, length, new_axis, resolve
 from ispasp.graph.trace import Batch, Trace, call_arguments, named_tensors, trace
 from ispasp.graph.track import Contraction, Tracker, Value, shape_of
-from ispasp.types.dimension import Cost, Extent, Kept, full_length, kept_length, names_in
+from ispasp.types.dimension import Cost, Extent, Kept, distinct, full_length, kept_length, names_in
 
 _BY_MODE = re.compile(r"\bif\b.*\btraining\b")
 _SAME_AXES = re.compile(r"checkpoint|drop\w*\s*=[^=].*\bif\b.*\btraining\b.*\belse\b")  # or only a rate of dropout
@@ -247,11 +247,7 @@ def _collect(tracker: Tracker) -> tuple[Found, ...]:
         makers = made.get(atom, [])
         producers = [path for contraction in makers for path in _paths(contraction)] or looked_up[atom]
         kind = "head" if atom.head else "filter" if makers and makers[0].kind == "conv" else "neuron"
-        name = wish = _name(producers[0], kind, makers)
-        number = 1
-        while name in taken:
-            number += 1
-            name = f"{wish}#{number}"
+        name = distinct(_name(producers[0], kind, makers), taken, "{}#{}")
         taken.add(name)
         consumers = [path for contraction in read[atom] for path in _paths(contraction)]
         found.append(Found(name, kind, atom, tuple(dict.fromkeys(producers)), tuple(dict.fromkeys(consumers))))

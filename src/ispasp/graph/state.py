@@ -87,11 +87,16 @@ def random_numbers_kept() -> Iterator[None]:
 def seeded() -> Iterator[None]:
     """Seed torch's generators for a block. The CPU's is restored."""
     with torch.random.fork_rng(devices=[]):
-        if torch.accelerator.is_available():
-            torch.manual_seed(0)
-        else:  # much cheaper: torch.manual_seed stores a stack trace for every kind of device that is not there
-            torch.default_generator.manual_seed(0)
+        seed_torch(0)
         yield
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # much cheaper: torch.manual_seed stores a stack trace for every kind of device that is not there
+        torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.state import Place, left_out, one_at_a_time, quiet, seeded, state_kept, uninterrupted, users_hooks
 
+_MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # their schemas do not say so
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
 
@@ -193,18 +195,39 @@ def _traced(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
 
 def _check_writes(model: nn.Module, graph: fx.Graph, sources: Mapping[str, Source]) -> None:
     """Raise if the forward changes parameters: they are not copied, so they could not be restored."""
-    memory = {name: source.name for name, source in sources.items() if source.kind == "parameter"}  # node -> parameter
+    for node in writes(graph):
+        if node.op == "placeholder" and sources[node.name].kind == "parameter":
+            raise TraceError(
+                f"the forward of {type(model).__name__} writes into its parameter {sources[node.name].name!r}: "
+                "compute the new value instead of changing it in place"
+            )
+
+
+def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """In-place ops that change the memory of a node's value, or of one it is a view of."""
+    memory: dict[fx.Node, fx.Node] = {}  # node -> the node whose memory its value lies in
+    written: dict[fx.Node, list[fx.Node]] = {}
+    if not any(map(mutates, graph.nodes)):
+        return {}
     for node in graph.nodes:
-        arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
-        for given, argument in zip(node.args, arguments, strict=False):
-            if argument.alias_info is None or not isinstance(given, fx.Node) or given.name not in memory:
-                continue
-            memory[node.name] = memory[given.name]
-            if argument.alias_info.is_write:
-                raise TraceError(
-                    f"the forward of {type(model).__name__} writes into its parameter {memory[given.name]!r}: "
-                    "compute the new value instead of changing it in place"
-                )
+        memory[node] = next((memory[n] for n in _aliased(node)), node)
+        if mutates(node):
+            written.setdefault(memory[node], []).append(node)
+    return {node: written[at] for node, at in memory.items() if at in written}
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether an op changes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _aliased(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory a node returns, or may return."""
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    shared = [arg for arg, a in zip(node.args, arguments, strict=False) if a.alias_info is not None]
+    shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []
+    return [arg for arg in shared if isinstance(arg, fx.Node)]
 
 
 def _without_vmap(program: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import count_examples, is_rows, part, signature, tensors_of
 from ispasp.errors import InputError
+from ispasp.graph.state import seed_torch
 from ispasp.graph.trace import Batch
 
 ORDER, STEP = 0, 1  # reading data and running the model have random numbers of their own
@@ -30,10 +31,7 @@ Group = list[tuple[Batch, int]]  # the batches of one step, each with its number
 def seed_everything(*place: int) -> None:
     """Seed the global generators of torch, NumPy and Python with numbers that say where in the run we are."""
     seed = int(np.random.SeedSequence(place).generate_state(1)[0])
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms: it looks for devices
+    seed_torch(seed)
     np.random.seed(seed)
     random.seed(seed)
 

@@ -18,9 +18,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import padding_masks, real_rows
-from ispasp.engine.graphs import mutates
 from ispasp.errors import InputError
-from ispasp.graph.trace import Batch, Trace, call_arguments, trace
+from ispasp.graph.trace import Batch, Trace, call_arguments, mutates, trace
 
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add_.Tensor)

@@ -19,6 +19,7 @@ from ispasp.types.dimension import (
     Kept,
     Structure,
     TensorLayout,
+    distinct,
     full_length,
     kept_length,
     kept_mask,
@@ -188,10 +189,5 @@ def _names(parts: Iterable[Part]) -> dict[Part, str]:
 
     given: dict[str, Part] = {}
     for part in sorted(dict.fromkeys(p for p in parts if names_in(p[0]) | names_in(p[1])), key=strangeness):
-        name = wish = min(names_in(part[0]) or names_in(part[1]))
-        number = 1
-        while name in given:
-            number += 1
-            name = f"{wish}~{number}"
-        given[name] = part
+        given[distinct(min(names_in(part[0]) or names_in(part[1])), given, "{}~{}")] = part
     return {part: name for name, part in given.items()}

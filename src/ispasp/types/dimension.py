@@ -8,14 +8,16 @@ heads of 64 channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
+from ispasp.report import change
 
 Factor = tuple[str | None, int]
 Extent = tuple[tuple[Factor, ...], ...]
@@ -63,10 +65,8 @@ class Cost:
     dense_macs: int
 
     def __str__(self) -> str:
-        return (
-            f"parameters {self.dense_params:,} -> {self.params:,} ({self.params / max(self.dense_params, 1):.1%}), "
-            f"MACs {self.dense_macs:,} -> {self.macs:,} ({self.macs / max(self.dense_macs, 1):.1%})"
-        )
+        params, macs = change(self.dense_params, self.params), change(self.dense_macs, self.macs)
+        return f"parameters {params}, MACs {macs}"
 
 
 def full_length(extent: Extent) -> int:
@@ -179,6 +179,16 @@ def units_to_keep(keep: float | int, units: int, name: str = "the hidden dimensi
     if not 0.0 < keep <= 1.0:
         raise InputError(f"keep={keep} is not a fraction of units that stay: {remedy}")
     return max(1, int(float(keep) * units + 0.5))
+
+
+def distinct(wish: str, taken: Container[str], numbered: str) -> str:
+    """A name that is not taken: the wish, or the wish with a number.
+
+    >>> distinct("fc", {"fc", "fc#2"}, "{}#{}")
+    'fc#3'
+    """
+    names = chain([wish], (numbered.format(wish, number) for number in count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def is_integer(value: object) -> bool:
