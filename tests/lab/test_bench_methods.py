@@ -35,5 +35,5 @@ def test_a_method_gets_only_what_it_asks_for() -> None:
 def test_ispasp_is_always_there_and_unknown_names_are_refused() -> None:
     rows = methods.run(["l1"], repeats=1, layers=LAYERS[1:], examples=10, progress=False)
     assert [row.method for row in rows] == ["ispasp", "l1"]
-    with pytest.raises(InputError, match=r"methods \['gfs'\]: choose from ispasp, cosamp"):
+    with pytest.raises(InputError, match=r"methods \['gfs'\]: choose from ispasp, coreset"):
         methods.run(["gfs"], layers=LAYERS, progress=False)

@@ -25,6 +25,8 @@ from ispasp.select.base import option as option
 from ispasp.select.base import register as register
 from ispasp.select.base import selector as selector
 from ispasp.select.base import sum_by_unit as sum_by_unit
+from ispasp.select.coreset import PFP as PFP
+from ispasp.select.coreset import Coreset as Coreset
 from ispasp.select.cosamp import CoSaMP as CoSaMP
 from ispasp.select.evidence import Evidence as Evidence
 from ispasp.select.evidence import energy as energy
@@ -32,6 +34,7 @@ from ispasp.select.fisher import FisherOBS as FisherOBS
 from ispasp.select.fpgm import FPGM as FPGM
 from ispasp.select.gfs import GFS as GFS
 from ispasp.select.gfs import GFSLocal as GFSLocal
+from ispasp.select.gfs_convex import GFSConvex as GFSConvex
 from ispasp.select.ispasp import ISpaSP as ISpaSP
 from ispasp.select.ispasp import i_spasp as i_spasp
 from ispasp.select.lasso import Lasso as Lasso

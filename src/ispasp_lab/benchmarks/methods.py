@@ -96,7 +96,10 @@ def default_methods() -> list[str]:
 
 
 def statistics(
-    layer: Layer, examples: int, seed: int, needs: Collection[str] = ("moment", "magnitude", "spread", "gram")
+    layer: Layer,
+    examples: int,
+    seed: int,
+    needs: Collection[str] = ("moment", "magnitude", "spread", "gram", "contribution"),
 ) -> Statistics:
     """All statistics of a layer with random weights and non-negative random activations.
 
