@@ -24,6 +24,7 @@ from ispasp._heal import Heal
 from ispasp._keep import Inside, Keep, Recipe, check_keep
 from ispasp._survey import KINDS, Kind, Scope, check_scope, kinds_of
 from ispasp.budget import Budget, Latency
+from ispasp.budget.search import WidthSearch, width_search
 from ispasp.compensate.solve import RIDGE
 from ispasp.engine.batches import (
     NO_BATCHES,
@@ -82,7 +83,7 @@ class Options:
     examples: Limit = "auto"
     recalibrate: bool = False
     finetune_between: Callable[[nn.Module], Any] | None = None
-    search: int = 0
+    search: int | str | WidthSearch = 0
     least: int = 1
     curves: bool = False
     heal: bool | Heal | None = None
@@ -144,7 +145,7 @@ class Options:
             ),
             ("memory", self.memory is None or positive(self.memory), "pass a number of bytes, or None for no limit"),
             ("timeout", positive(self.timeout), "pass seconds, such as 600"),
-            ("search", is_integer(self.search) and self.search >= 0, "pass a number of candidates to try, 0 for none"),
+            ("search", _searches(self.search), "pass a number of candidates to try, 0 for none, or a search by name"),
             ("least", is_integer(self.least) and self.least >= 0, "pass a number of units, 0 to let whole branches go"),
             ("loss", callback(self.loss), "pass a function, loss=lambda output, batch: ..."),
             ("evaluate", callback(self.evaluate), "pass a function of the model, evaluate=lambda model: ..."),
@@ -176,6 +177,8 @@ class Options:
         plain = {
             name: int(v) if is_integer(v := getattr(self, name)) else v for name in named.split()
         }  # numpy's numbers too
+        if callable(self.search):
+            plain["search"] = str(self.search)
         lists = {"kinds": list(self.kinds), "skip": [str(each) for each in self.skip]}
         versions = {"ispasp": ispasp.__version__, "torch": torch.__version__, "python": platform.python_version()}
         return {"method": str(self.method), "keep": _described(self.keep), **plain, **lists, "versions": versions}
@@ -204,6 +207,10 @@ def options_for(model: nn.Module, given: Mapping[str, Any]) -> Options:
 def positive(value: object) -> bool:
     """Whether a value is a finite number above 0."""
     return isinstance(value, Real) and 0 < float(value) < math.inf
+
+
+def _searches(value: Any) -> bool:
+    return width_search(value) is not None or (is_integer(value) and value >= 0)
 
 
 def whole(value: object) -> bool:

@@ -32,6 +32,7 @@ from ispasp._steps import Decisions, Work, decide
 from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
 from ispasp._widths import budget_widths, error_curves, narrowest, output_curves, sample_of, uniform_widths
 from ispasp.budget import Budget, Latency
+from ispasp.budget.search import WidthSearch
 from ispasp.engine.batches import InputOf, Limit, signature
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Runner
@@ -72,7 +73,7 @@ def prune(
     recalibrate: bool = False,
     finetune_between: Callable[[nn.Module], Any] | None = None,
     heal: bool | Heal | None = None,
-    search: int = 0,
+    search: int | str | WidthSearch = 0,
     least: int = 1,
     curves: bool = False,
     loss: Loss | None = None,
@@ -110,7 +111,8 @@ def prune(
       examples     examples to calibrate with, per process; None for all. "auto": 1,024, fewer if they are large
                    (65,536 tokens, or 256 images of 3 x 224 x 224)
       round_to     make widths multiples of this, e.g. 8
-      search       extra candidate networks that a budget tries; each costs a few passes of a sample
+      search       extra candidate networks that a budget tries; each costs a few passes of a sample. Or another search
+                   of widths: a name of `ispasp.budget.register_search`, or a function of a `WidthProblem`
       least        fewest units that a budget leaves in a hidden dimension; 0 may remove whole residual branches
       recalibrate  re-estimate BatchNorm statistics afterwards
       finetune_between   called with the model after each hidden dimension, e.g. to train it for an epoch, as the paper
@@ -161,7 +163,7 @@ def prune_(
     recalibrate: bool = False,
     finetune_between: Callable[[nn.Module], Any] | None = None,
     heal: bool | Heal | None = None,
-    search: int = 0,
+    search: int | str | WidthSearch = 0,
     least: int = 1,
     curves: bool = False,
     loss: Loss | None = None,

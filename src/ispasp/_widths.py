@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ispasp._evaluate import divergence
 from ispasp._keep import rounded
 from ispasp._steps import Work, measure_all, stops, total_statistics, walk
 from ispasp.budget import Budget, Curve, Params, allocate
 from ispasp.budget.curve import Curves, error_curve, sampled_energy
+from ispasp.budget.search import WidthProblem, checked, width_search
 from ispasp.compensate.refit import gather, refit
 from ispasp.engine.batches import count_examples, first_of, tensors_of
 from ispasp.engine.runner import Edits, Runner
@@ -179,8 +180,37 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
                 candidates.append(candidate)
     judges = [_Judge(work, found, count_examples(batch), batches) for batches in (1, 2)]
     start, _ = judges[0].best(candidates)
-    best = _search(work, found, spend, judges, start)
+    other = width_search(work.options.search)
+    if other is None:
+        best = _search(work, found, spend, judges, start)
+    else:
+        problem = _problem(work, judges[0], count, limit, narrow, start, liked)
+        shared = {name: torch.tensor(n, device="cpu") for name, n in checked(problem, other(problem)).items()}
+        best = {name: int(n) for name, n in work.team.same(shared).items()}
     return {name: width for name, width in best.items() if width < work.units[name]}
+
+
+def _problem(
+    work: Work,
+    judge: _Judge,
+    count: Callable[[Mapping[str, int]], int],
+    limit: int,
+    least: Mapping[str, int],
+    start: Mapping[str, int],
+    liked: Mapping[str, Sequence[int]],
+) -> WidthProblem:
+    """What another search of widths may look at. Hidden dimensions are in the order in which they are read."""
+    names = sorted(least, key=lambda name: work.sites.index(work.sites_of(name)[0]))
+
+    def fit(name: str, width: int) -> int:
+        nearest = rounded(max(width, least[name]), work.units[name], work.options.round_to)
+        return _wide_enough(liked, name, nearest)
+
+    units = {name: work.units[name] for name in names}
+    return WidthProblem(
+        units, least, limit, count, fit, judge.divergence, judge.network, start, work.survey, work.model,
+        list(work.inputs.again()),
+    )  # fmt: skip
 
 
 def uniform_widths(work: Work, budget: Budget) -> dict[str, int]:
@@ -212,7 +242,8 @@ def _search(
     An exchange raises the curve of one dimension, lowers that of another, and spends the budget anew. The second half
     of the search sees twice the sample, where it goes on from the start if that is better.
     """
-    steps, names = work.options.search if len(found.curves) > 1 else 0, list(found.curves)
+    wanted: Any = work.options.search  # a number: else another search runs
+    steps, names = wanted if len(found.curves) > 1 else 0, list(found.curves)
     best, least, judge = start, math.inf, None
     scales = dict.fromkeys(names, 0.0)
     draw = torch.Generator().manual_seed(0)
@@ -274,12 +305,19 @@ class _Judge:
         errors = [self.divergence(each) for each in candidates]
         return candidates[int(np.argmin(errors))], min(errors)
 
-    def divergence(self, widths: Mapping[str, int]) -> float:
-        """Prune on the sample, and compare outputs."""
+    def network(self, widths: Mapping[str, int]) -> nn.Module:
+        """The network pruned and refitted on the sample."""
+        return _Pruned(self._work, self._edits(widths))
+
+    def _edits(self, widths: Mapping[str, int]) -> Edits:
         counts = {name: width for name, width in widths.items() if width < self._work.units[name]}
         work = replace(self._work, counts=counts, options=replace(self._work.options, progress=False))
         given = {name: Selection(self._found.kept(name, width)) for name, width in counts.items()}
-        edits = walk(work, self._fitted, given).edits
+        return walk(work, self._fitted, given).edits
+
+    def divergence(self, widths: Mapping[str, int]) -> float:
+        """Prune on the sample, and compare outputs."""
+        work, edits = self._work, self._edits(widths)
         with work.team.together("the divergence of a candidate"):
             self._dense = self._dense or [self._output(batch, Edits()) for batch in self._judged]
             pairs = zip(self._judged, self._dense, strict=True)
@@ -288,6 +326,20 @@ class _Judge:
 
     def _output(self, batch: Batch, edits: Edits) -> Any:
         return Runner(self._work.graphs.of(batch), batch, self._work.tensors, edits).output()
+
+
+class _Pruned(nn.Module):
+    """A candidate network, run by its graph: called as the model, on batches of any size that can be traced."""
+
+    def __init__(self, work: Work, edits: Edits) -> None:
+        super().__init__()
+        self._work = work
+        self._edits = edits
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the pruned model returns."""
+        batch = named or (inputs[0] if len(inputs) == 1 else inputs)
+        return Runner(self._work.graphs.of(batch), batch, self._work.tensors, self._edits).output()
 
 
 def _new_biases(work: Work) -> list[Extent]:

@@ -319,3 +319,32 @@ def latency(
     for row in experiment.run(*names, out):
         typer.echo(f"{row.network}, {row.runtime}, {row.way}: {row.failure or f'{row.measured:.2f}x'}")
     typer.echo(f"wrote {experiment.write(out)}")
+
+
+@bench.command()
+def search(
+    macs: Annotated[
+        list[float] | None, typer.Option(help="Budgets, as parts of the MACs; may be repeated. Default: 0.5.")
+    ] = None,
+    candidates: Annotated[int, typer.Option(help="Networks that each search tries.", min=1)] = 100,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="uniform, allocation, exchanges, legr, amc or meta; may be repeated. Default: all."),
+    ] = None,
+    images: Images = 1024,
+    tested: Annotated[int, typer.Option(help="Test images, 0 for all.", min=0)] = 0,
+    seed: Draw = 0,
+    out: Annotated[Path, typer.Option(help="Folder of search.csv and search.md.")] = Path("docs/results"),
+) -> None:
+    """Searches of widths at the same budget: LeGR, AMC and MetaPruning beside our own. Resumes. Needs ISPASP_DATA."""
+    from ispasp_lab.benchmarks import search as experiment
+
+    settings = experiment.Settings(images, tested, seed)
+    budgets = macs or [0.5]
+    for row in experiment.run(settings, out, budgets, candidates, only or ()):
+        typer.echo(f"{row.search} at {row.macs:g}: divergence {row.divergence:.4f}, {row.accuracy:.2f} %")
+    amounts = " ".join(f"--macs {amount:g}" for amount in budgets)
+    command = (
+        f"ispasp bench search {amounts} --candidates {candidates} --images {images} --tested {tested} --seed {seed}"
+    )
+    typer.echo(f"wrote {experiment.write(out, command)}")
