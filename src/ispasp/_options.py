@@ -210,7 +210,7 @@ def positive(value: object) -> bool:
 
 
 def _searches(value: Any) -> bool:
-    return width_search(value) is not None or (is_integer(value) and value >= 0)
+    return value >= 0 if is_integer(value) else width_search(value) is not None
 
 
 def whole(value: object) -> bool:
