@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import ispasp
-from ispasp.engine.graphs import TracedGraphs, named_tensors
+from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Runner
 from ispasp.errors import InputError
+from ispasp.graph.trace import named_tensors
 from ispasp_lab.benchmarks import search
 from ispasp_lab.experiments.records import append_row, read_rows
 

@@ -16,12 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ispasp._finetune import finetune
 from ispasp._survey import Survey, survey
 from ispasp.engine.batches import first_in
-from ispasp.engine.graphs import named_tensors
-from ispasp.engine.sites import producers
+from ispasp.engine.sites import units_along
 from ispasp.errors import InputError
 from ispasp.select import sum_by_unit
 from ispasp.train.objective import inputs_of, labels_of, logits_of
 from ispasp.train.recipe import Recipe, Sgd
+from ispasp.types.dimension import names_in
 from ispasp.types.plan import Plan
 from ispasp_lab.procedures.scores import plan_by
 
@@ -96,13 +96,17 @@ def early_bird(
 
 
 def gammas_of(model: nn.Module, found: Survey) -> dict[str, Tensor]:
-    """|gamma| of the BatchNorm behind each unit's producers, as `slimming` scores it."""
+    """|gamma| of the BatchNorms on each hidden dimension, by unit."""
+    norms = {f"{path}.weight": m.weight for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
     scores = {}
     for d in found.dimensions:
-        made = producers(found.analysis, d.name, named_tensors(model))
-        if not made or any(p.scale is None for p in made):
+        parts = [
+            sum_by_unit(norms[name].detach().abs(), units_along(layout.axes[0], d.name), d.units)
+            for name, layout in found.structure.tensors.items()
+            if name in norms and 0 in layout.axes and d.name in names_in(layout.axes[0])
+        ]
+        if not parts:
             raise InputError(f"no BatchNorm follows what makes {d.name!r}: early-bird tickets rank its weights")
-        parts = [sum_by_unit(p.scale.abs(), p.unit_of(), d.units) for p in made if p.scale is not None]
         scores[d.name] = torch.stack(parts).sum(0)
     return scores
 

@@ -10,11 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ispasp._survey import Survey, survey
 from ispasp.engine.batches import tensors_of
-from ispasp.engine.graphs import TracedGraphs, named_tensors
+from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site, sites
 from ispasp.errors import InputError
-from ispasp.graph.trace import evaluating
+from ispasp.graph.trace import evaluating, named_tensors
 from ispasp.types.plan import Plan
 from ispasp_lab.procedures.scores import plan_by
 
