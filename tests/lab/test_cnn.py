@@ -17,7 +17,7 @@ import ispasp
 from ispasp.cli.app import app
 from ispasp.errors import InputError
 from ispasp_lab.data import Files, Pixels
-from ispasp_lab.experiments import cnn, cnn_augment, cnn_pipeline, cnn_report
+from ispasp_lab.experiments import cnn, cnn_augment, cnn_finetune, cnn_pipeline, cnn_report
 from ispasp_lab.experiments.cnn_setup import load_images, load_network
 from ispasp_lab.models import CifarResNet
 
@@ -166,6 +166,47 @@ def test_a_compensated_pipeline_can_be_loaded(folder: Path) -> None:
     images = load_images("cifar10").some(24, 20, 0)
     right = 100 * float((model(images.x_test[:]).argmax(1) == images.y_test).float().mean())
     assert rows[-1].trained_accuracy == pytest.approx(right)
+
+
+def finetuned(folder: Path, methods: list[str], **options: object) -> list[cnn_finetune.Row]:
+    named = {"keeps": [0.5], "seeds": 1, "progress": False, **options}
+    return list(cnn_finetune.run(SETTINGS, TRAINING, folder, methods, **named))  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_every_method_gives_a_trained_network_of_the_same_size(folder: Path) -> None:
+    rows = finetuned(folder, [])
+    assert [row.method for row in rows] == list(cnn_finetune.METHODS)
+    assert len({row.macs for row in rows}) == 1
+    epochs = {row.method: row.epochs for row in rows}
+    assert {epochs[name] for name in cnn_finetune.METHODS if name != "scratch-b"} == {4.0}  # three blocks, and the end
+    assert 4.0 < epochs["scratch-b"] < 16.0
+    assert all(0 <= row.accuracy <= 100 and row.cpu_s > 0 for row in rows)
+    assert not list((folder / "cnn-finetune").iterdir())  # only the rows stay
+
+
+def test_finetuned_rows_resume_and_are_those_of_the_pipeline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(cnn_finetune, "append_row", lambda *args: 1 / 0)  # interrupted at the very end
+        finetuned(folder, ["ispasp"])
+    assert list((folder / "cnn-finetune").iterdir())
+    (row,) = finetuned(folder, ["ispasp"])
+    stages = pipeline(folder / "alone")
+    assert row.accuracy == stages[-1].trained_accuracy
+    assert row.macs == stages[-1].macs
+    assert finetuned(folder, ["ispasp"]) == []
+    text = cnn_finetune.write(SETTINGS, folder, "the command").read_text(encoding="utf-8")
+    assert f"| ispasp | {row.pruned:.2f} | **{row.accuracy:.2f}** | 0.00 | 1 | 4 |" in text
+
+
+def test_networks_from_scratch_forget_the_weights(folder: Path) -> None:
+    soft, scratch = finetuned(folder, ["sfp", "scratch-e"])
+    whole = 100 * float((load_network(NAME)(load_images("cifar10").some(24, 20, 0).x_test[:]).argmax(1)
+                         == load_images("cifar10").some(24, 20, 0).y_test).float().mean())  # fmt: skip
+    assert soft.pruned == pytest.approx(whole)  # soft filter pruning starts at the dense network
+    assert scratch.macs == soft.macs
+    with pytest.raises(InputError, match=r"methods \['magic'\]: choose from ispasp, gfs"):
+        finetuned(folder, ["magic"])
 
 
 def test_the_pipeline_refuses_what_it_cannot_mean() -> None:

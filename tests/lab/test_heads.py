@@ -177,8 +177,13 @@ def test_files_stand_in_for_missing_parts_and_languages_are_told_apart(tmp_path:
     assert found.test == (text.Sentence(("e", "f"), "contradiction"),)
     assert found.labels == ("contradiction", "neutral")
     assert len(text.load_texts(str(tmp_path), "en").train) == 2
-    with pytest.raises(InputError, match="has no two of"):
+    with pytest.raises(InputError, match="has neither train"):
         text.load_texts(str(tmp_path), "fr")
+    (tmp_path / "dev-es.tsv").write_text("".join(f"{i}\t{'ab'[i % 2]}\n" for i in range(18)))
+    only = text.load_texts(str(tmp_path), "es")
+    assert [s.texts[0] for s in only.test] == ["6", "7", "8", "15", "16", "17"]
+    assert len(only.train) == 12
+    (tmp_path / "dev-es.tsv").unlink()
     (tmp_path / "train.tsv").write_text("a\tb\tneutral\n")
     with pytest.raises(InputError, match="tested on label 'contradiction', which is not among \\['neutral'\\]"):
         text.load_texts(str(tmp_path))

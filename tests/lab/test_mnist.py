@@ -169,6 +169,10 @@ def test_training_learns_and_trials_differ(folder: Path) -> None:
     assert not torch.equal(*(weights(net)[0] for net in nets))
     loaded = mnist_network.dense(settings, data, 0, folder / "out", progress=False)
     assert torch.equal(weights(loaded)[1], weights(nets[0])[1])
+    mixed = mnist_network.dense(replace(settings, precision="bf16"), data, 0, folder / "out", progress=False)
+    assert evaluate(mixed, data)[0] > 80
+    assert not torch.equal(weights(mixed)[1], weights(nets[0])[1])
+    assert str(replace(settings, precision="bf16")) == f"{settings} precision=bf16"
 
 
 def made_up(best_before: str, best_after: str) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,10 @@ def mnist(
         bool, typer.Option("--same-batch", help="One mini-batch for all iterations of i-SpaSP, not a new one in each.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the first trial.", min=0)] = 0,
+    bf16: Annotated[
+        bool,
+        typer.Option("--bf16", help="Train the dense networks in mixed precision, for --epochs 200."),
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="A small version in under two minutes; only --out and --seed count.")
     ] = False,
@@ -61,9 +66,11 @@ def mnist(
         sizes = experiment.QUICK_SIZES
     else:
         settings = Settings(epochs=epochs, lr=lr, finetune_epochs=finetune_epochs, fresh=not same_batch, seed=seed)
+        settings = replace(settings, precision="bf16" if bf16 else "no")
         sizes = tuple(size) if size else experiment.SIZES
         options = f"--trials {trials} --epochs {epochs} --lr {lr:g} --finetune-epochs {finetune_epochs}"
         options += "".join(f" --size {s}" for s in sizes) + (" --same-batch" if same_batch else "")
+        options += " --bf16" if bf16 else ""
     rows = experiment.run(settings, out, sizes, trials=trials)
     paths = mnist_report.write(rows, settings, out, f"ispasp reproduce mnist {options} --seed {seed}")
     typer.echo(paths[-1].read_text(encoding="utf-8"))
@@ -116,11 +123,15 @@ def cnn(
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Table 1: block by block, an epoch after each, then 90 epochs.")
     ] = False,
+    finetune: Annotated[
+        bool, typer.Option("--finetune", help="The pipeline with many methods, for Table 1; one row each, resumable.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="For --finetune: runs of each, from --seed on.", min=1)] = 2,
     recipe: Annotated[str | None, typer.Option(help="For --pipeline: a recipe such as resnet34-2.69G.")] = None,
-    epochs: Annotated[float, typer.Option(help="For --pipeline: epochs at the end.", min=0)] = 90,
-    epochs_between: Annotated[float, typer.Option(help="For --pipeline: epochs after each block.", min=0)] = 1,
-    batch: Annotated[int, typer.Option(help="For --pipeline: images of a training step.", min=1)] = 256,
-    workers: Annotated[int, typer.Option(help="For --pipeline: data loader workers.", min=0)] = 0,
+    epochs: Annotated[float, typer.Option(help="When training: epochs at the end.", min=0)] = 90,
+    epochs_between: Annotated[float, typer.Option(help="When training: epochs after each block.", min=0)] = 1,
+    batch: Annotated[int, typer.Option(help="When training: images of a step.", min=1)] = 256,
+    workers: Annotated[int, typer.Option(help="When training: data loader workers.", min=0)] = 0,
 ) -> None:
     """Convolutional networks: all methods without fine-tuning, or the paper's pipeline (Section 6.3, Appendix A.3)."""
     from ispasp_lab.experiments import cnn_commands
@@ -130,8 +141,10 @@ def cnn(
     writable(out)
     room = None if memory is None else int(memory * 1e9)
     settings = Settings(model, data, examples, tested, seed, weights=weights, memory=room)
-    if pipeline:
-        training = Training(epochs_between, epochs, batch=batch, workers=workers)
+    training = Training(epochs_between, epochs, batch=batch, workers=workers)
+    if finetune:
+        lines = cnn_commands.finetuned(settings, training, out, method or [], keep or [], seeds, quick=quick)
+    elif pipeline:
         lines = cnn_commands.pipeline(settings, training, out, recipe, keep or [], compensate or [], quick=quick)
     else:
         lines = cnn_commands.sweep(settings, out, method or [], keep or [], compensate or [], quick=quick)
@@ -150,7 +163,9 @@ def heads(
             help="sst2, snli, xnli, or a folder with train.tsv and test.tsv; may be repeated. Default: sst2 snli."
         ),
     ] = None,
-    language: Annotated[str | None, typer.Option(help="Files of one language only: en for dev-en.tsv.")] = None,
+    language: Annotated[
+        list[str] | None, typer.Option(help="Files of one language only: en for dev-en.tsv; may be repeated.")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for heads.csv, .png and .md; an interrupted run resumes there.")
     ] = Path("results"),
@@ -168,16 +183,18 @@ def heads(
 
     writable(out)
     keeps, names = list(experiment.KEEPS), data or ["sst2", "snli"]
+    languages: list[str | None] = [*language] if language else [None]
     if quick:
         keeps, names, trials = keeps[:1], names[:1], 1
-    for name in names:
-        settings = Settings(model, name, language, train, tested, length=length, seed=seed)
+    for name, spoken in product(names, languages):
+        settings = Settings(model, name, spoken, train, tested, length=length, seed=seed)
         settings = experiment.quick(settings) if quick else settings
         for row in experiment.run(settings, out, keeps, trials=trials):
             right = [f"{value:.2f} %" for value in (row.accuracy, row.finetuned) if value is not None]
             typer.echo(f"{row.data}, {row.method}, compensate {row.compensate}, keep {row.keep:g}, trial {row.trial}: "
                        + (", then ".join(right) or row.note))  # fmt: skip
-    shown = "".join(f" --data {Path(name).name}" for name in names) + (f" --language {language}" if language else "")
+    shown = "".join(f" --data {Path(name).name}" for name in names)
+    shown += "".join(f" --language {spoken}" for spoken in language or ())
     command = f"ispasp reproduce heads --model {Path(model).name}{shown} --trials {trials}{' --quick' if quick else ''}"
     paths = heads_report.write(out, command)
     typer.echo(paths[-1].read_text(encoding="utf-8"))

@@ -47,8 +47,9 @@ def load_texts(name: str, language: str | None = None) -> Texts:
     """Sentences by name (sst2, snli, xnli in the data folder's nlp), or from a folder of .tsv files.
 
     A line is `text <tab> label` or `text <tab> text <tab> label`; a first line of column names is skipped. train*.tsv
-    is for training and test*.tsv for testing; where one is missing, validation*.tsv or dev*.tsv stands in. With a
-    `language` only files such as dev-en.tsv count.
+    is for training and test*.tsv for testing; where one is missing, validation*.tsv or dev*.tsv stands in. Where there
+    is only one such file, every third of its triples is for testing: the three hypotheses of a premise stay together.
+    With a `language` only files such as dev-en.tsv count.
 
     >>> load_texts("no-such-folder")
     Traceback (most recent call last):
@@ -62,14 +63,28 @@ def load_texts(name: str, language: str | None = None) -> Texts:
     train, test, other = (_files(folder, beginnings, language) for beginnings in (_TRAIN, _TEST, _OTHER))
     if (not train or not test) and other:
         train, test = train or other, test or other
-    if not train or not test or train == test:
-        raise InputError(f"{folder} has no two of train*.tsv, validation*.tsv or dev*.tsv, and test*.tsv: add them")
+    if not train or not test:
+        raise InputError(f"{folder} has neither train*.tsv and test*.tsv, nor validation*.tsv or dev*.tsv: add them")
     learnt, tested = (tuple(s for path in paths for s in read_sentences(path)) for paths in (train, test))
+    if train == test:
+        learnt, tested = divided(learnt)
     labels = tuple(sorted({sentence.label for sentence in learnt}))
     unknown = {sentence.label for sentence in tested} - set(labels)
     if unknown:
         raise InputError(f"{folder} is tested on label {min(unknown)!r}, which is not among {list(labels)}: fix a file")
     return Texts(learnt, tested, labels)
+
+
+def divided(sentences: Sequence[Sentence]) -> tuple[tuple[Sentence, ...], tuple[Sentence, ...]]:
+    """Two thirds to train on, one third to test on; three sentences in a row stay together.
+
+    >>> parts = divided([Sentence((str(i),), "a") for i in range(10)])
+    >>> [[s.texts[0] for s in part] for part in parts]
+    [['0', '1', '2', '3', '4', '5', '9'], ['6', '7', '8']]
+    """
+    rest = [number // 3 % 3 == 2 for number in range(len(sentences))]
+    learnt = tuple(s for s, tests in zip(sentences, rest, strict=True) if not tests)
+    return learnt, tuple(s for s, tests in zip(sentences, rest, strict=True) if tests)
 
 
 def read_sentences(path: Path) -> list[Sentence]:

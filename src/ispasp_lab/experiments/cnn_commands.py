@@ -9,7 +9,7 @@ from typing import cast
 
 from ispasp._options import Compensate
 from ispasp.errors import InputError
-from ispasp_lab.experiments import cnn, cnn_pipeline, cnn_report
+from ispasp_lab.experiments import cnn, cnn_finetune, cnn_pipeline, cnn_report
 
 _QUICK = cnn_pipeline.Training(between=0.002, final=0.01, batch=32)
 
@@ -64,6 +64,29 @@ def pipeline(
     paths = cnn_pipeline.write(settings, training, out, name, command)
     yield paths[-1].read_text(encoding="utf-8")
     yield "wrote " + ", ".join(map(str, paths))
+
+
+def finetuned(
+    settings: cnn.Settings,
+    training: cnn_pipeline.Training,
+    out: Path,
+    methods: Sequence[str],
+    keeps: Sequence[float],
+    seeds: int,
+    *,
+    quick: bool = False,
+) -> Iterator[str]:
+    """Every network when it is trained, then the Markdown."""
+    if quick:
+        settings, seeds, keeps = cnn.quick(settings), 1, keeps or (0.5,)
+        training = replace(_QUICK, workers=training.workers)
+    for row in cnn_finetune.run(settings, training, out, methods, keeps, seeds):
+        yield f"{row.method}, keep {row.keep:g}, seed {row.seed}: {row.pruned:.2f} %, then {row.accuracy:.2f} %"
+    t = training
+    what = f"--epochs {t.final:g} --epochs-between {t.between:g} --batch {t.batch} --seeds {seeds}"
+    path = cnn_finetune.write(settings, out, f"ispasp reproduce cnn --finetune {what} {_described(settings)}")
+    yield path.read_text(encoding="utf-8")
+    yield f"wrote {path}"
 
 
 def _described(settings: cnn.Settings) -> str:

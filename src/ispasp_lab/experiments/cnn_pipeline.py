@@ -19,12 +19,12 @@ from ispasp._prune import prune_
 from ispasp._store import load, save
 from ispasp._survey import Survey, survey
 from ispasp.errors import InputError
-from ispasp.select import ISpaSP
+from ispasp.select import ISpaSP, Selector
 from ispasp.train import Sgd
 from ispasp.types.plan import Plan
 from ispasp_lab.accuracy import accuracy
 from ispasp_lab.data import batches
-from ispasp_lab.experiments.cnn import DENSE, Settings
+from ispasp_lab.experiments.cnn import DENSE, Settings, cross_entropy
 from ispasp_lab.experiments.cnn_augment import training_loader
 from ispasp_lab.experiments.cnn_setup import Images, load_images, load_network
 from ispasp_lab.experiments.records import append_row, read_rows, rewrite
@@ -92,16 +92,23 @@ def run(
     keep: float | None = None,
     *,
     compensate: Compensate = None,
+    method: Selector | None = None,
     progress: bool = True,
 ) -> Iterator[Stage]:
     """Do the steps that are not done yet, each with its row in the CSV file; the pruned network ends in `model/`.
 
-    `compensate` is None in the paper.
+    In the paper, `compensate` is None and `method` is i-SpaSP with 20 iterations, which it also is by default.
     """
     name, wanted = target(settings.model, recipe, keep)
-    place = folder / f"cnn-pipeline-{settings.model}-{Path(settings.data).name}-{name}"
-    run_ = _Run(settings, training, place, name, compensate, progress)
+    run_ = _Run(settings, training, place_of(settings, folder, name), name, compensate, progress)
+    if method is not None:
+        run_.method = method
     yield from run_.stages(wanted)
+
+
+def place_of(settings: Settings, folder: Path, name: str) -> Path:
+    """The folder of one pipeline, with stages.csv and the network."""
+    return folder / f"cnn-pipeline-{settings.model}-{Path(settings.data).name}-{name}"
 
 
 class _Run:
@@ -115,6 +122,7 @@ class _Run:
         self._place = place
         self._compensate = compensate
         self._progress = progress
+        self.method: Selector = ISpaSP(iterations=20)
         self._images = load_images(settings.data)
         self._some = self._images.some(settings.examples, settings.tested, settings.seed)
         self._model = load_network(settings.model, settings.weights)
@@ -160,14 +168,15 @@ class _Run:
         return good
 
     def _block(self, number: int, name: str, kept: int) -> Stage:
-        """As the paper: 20 iterations on 1,280 images of the training data."""
+        """As the paper: 20 iterations on 1,280 images of the training data. Labels are for a loss only."""
         units = self._survey.structure.units[name]
         result = prune_(
             self._model,
-            list(batches(self._some.x, self._settings.batch)),
+            list(batches(self._some.x, self._settings.batch, self._some.y)),
             keep={name: kept},
-            method=ISpaSP(iterations=20),
+            method=self.method,
             compensate=self._compensate,
+            loss=cross_entropy if {"sensitivity", "task"} & set(self.method.needs) else None,
             memory=self._settings.memory,
             examples=None,
             progress=self._progress,
@@ -258,7 +267,7 @@ def summary(rows: list[Stage], training: Training, command: str) -> str:
 
 def write(settings: Settings, training: Training, folder: Path, name: str, command: str) -> list[Path]:
     """Describe the stages so far; returns the paths of stages.csv and stages.md."""
-    place = folder / f"cnn-pipeline-{settings.model}-{Path(settings.data).name}-{name}"
+    place = place_of(settings, folder, name)
     paths = [place / "stages.csv", place / "stages.md"]
     paths[1].write_text(summary(read_rows(paths[0], Stage), training, command), encoding="utf-8")
     return paths
