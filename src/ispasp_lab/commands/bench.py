@@ -348,3 +348,21 @@ def search(
         f"ispasp bench search {amounts} --candidates {candidates} --images {images} --tested {tested} --seed {seed}"
     )
     typer.echo(f"wrote {experiment.write(out, command)}")
+
+
+@bench.command()
+def bounds(
+    network: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="two layers, four layers, eight layers, resnet20 or resnet56; may be repeated. Default: all."
+        ),
+    ] = None,
+    keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.75,
+    images: Annotated[int, typer.Option(help="Test images.", min=1)] = 16,
+    as_json: Json = False,
+) -> None:
+    """Upper bounds on the change of the output from layer errors, beside the measured change."""
+    from ispasp_lab.benchmarks import bounds as experiment
+
+    _show(experiment, experiment.run(network or (), keep, images), as_json)
