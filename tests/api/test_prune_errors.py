@@ -87,7 +87,7 @@ def test_no_hint_where_the_input_was_chosen() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "unknown method 'magic': choose from ispasp, cosamp"),
+        ({"method": "magic"}, "unknown method 'magic': choose from ispasp, coreset"),
         ({"method": 3}, "unknown method 3"),
         ({"compensate": "all"}, "compensate='all': choose None, 'local' or 'dense'"),
         ({"compensate": True}, "compensate=True: choose None, 'local' or 'dense'"),
