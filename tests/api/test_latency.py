@@ -84,6 +84,15 @@ def test_waiting_for_a_processor_is_not_counted(monkeypatch: pytest.MonkeyPatch)
     assert _waited() == 0.0
 
 
+def test_a_runtime_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled)
+    with pytest.raises(InputError, match=r"does not run in runtime='compile' .*no compiler.*: try runtime='eager'"):
+        pruned(Latency(0.5, runtime="compile"))
+
+
 def test_milliseconds_and_batch() -> None:
     seen = []
 
@@ -313,6 +322,8 @@ def test_the_table_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("ispasp._latency.job", job)
     first = pruned(Latency(0.5))
+    wide = [m for m in made if not isinstance(m, torch.fx.GraphModule) and m[0].out_features == 64]
+    assert len(wide) == 1  # the dense network is exported or compiled once
     chains = sum(isinstance(model, torch.fx.GraphModule) for model in made)
     made.clear()
     second = pruned(Latency(0.5))
