@@ -170,9 +170,8 @@ def write(folder: Path) -> Path:
         "Made by `ispasp bench latency` from [latency.csv](latency.csv), which has threads and versions. One example a "
         "call. Speed-ups are dense over pruned times of one run, the two in turn. Predicted is what the budget counts: "
         "MACs, for `Latency` its table. Spread is the middle half of the runs relative to their median: where it is "
-        "large, speed-ups are rough. Rows that are not here were not run. The committed rows come from a shared "
-        "machine of two cores that was busy with other work: a call took several times its CPU time, which a table of "
-        "short ops does not see. Run it again on a quiet machine before you rely on them.",
+        "large, speed-ups are rough. Time that the thread waited for a processor is not counted. Rows that are not "
+        "here were not run.",
         "",
         "```",
         as_table(rows),
