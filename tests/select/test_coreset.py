@@ -64,7 +64,7 @@ def test_pfp_is_the_largest_relative_part(problem: Problem, seed: int) -> None:
         X = problem.as_consumer_gets(A, H)
         if A(X).numel() > 256 * A.outputs:
             continue  # more positions than are looked at
-        found = PFP().sensitivity(Statistics(problem.units, (measure(A, X, ["contribution"]),)))
+        found = PFP().score(Statistics(problem.units, (measure(A, X, ["contribution"]),)))
         assert_close(found, torch.tensor(relative_parts(A, X), dtype=torch.float64))
 
 
@@ -109,7 +109,7 @@ def test_a_coreset_is_norm_times_largest_weight() -> None:
         float(P[i].norm()) * max(float(W[:, i].abs().max()), *(float(V[o, i].norm()) for o in range(5)))
         for i in range(6)
     ]
-    assert_close(Coreset().sensitivity(statistics), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    assert_close(Coreset().score(statistics), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
 def test_draws_are_those_with_replacement_until_enough_are_different() -> None:

@@ -133,7 +133,7 @@ def test_flap_lets_a_constant_go_and_wanda_does_not() -> None:
 
 def test_a_spread_counts_values_and_adds() -> None:
     A, conv = LinearConsumer(torch.eye(2)), ConvConsumer(torch.ones(1, 2, 1))
-    one = Spread.measure(A, torch.tensor([1.0, 2.0]))
+    one = Spread.measure(A, torch.tensor([[1.0, 2.0]]))
     assert (one.examples, one.total.tolist()) == (1, [[1, 1], [1, 2], [1, 4]])
     maps = Spread.measure(conv, torch.ones(3, 2, 5))
     assert (maps.examples, maps.total.tolist()) == (3, [[15, 15], [15, 15], [15, 15]])

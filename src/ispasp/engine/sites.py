@@ -217,6 +217,7 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
     """
     _check(consumer, H, needs)
     H = H.detach() if H.is_floating_point() else H.double()  # autograd would keep all activations; |-128| is no int8
+    H = H if H.ndim > 1 else H[None]  # one example
     taken = [kind.measure(consumer, H) for name, kind in STATISTICS.items() if name in needs]
     for total in (total for statistic in taken for total in statistic.tensors().values()):
         bad = ~torch.isfinite(total)  # one NaN or Inf in the data shows in the sum

@@ -46,7 +46,6 @@ class Spread(Total):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Spread:
-        H = H if H.ndim > 1 else H[None]
         X = by_channel(consumer, H).double()
         return cls(torch.stack([torch.ones_like(X).sum(1), X.sum(1), X.square().sum(1)]), len(H))
 

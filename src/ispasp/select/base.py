@@ -115,12 +115,15 @@ class Scored(Search):
     def score(self, statistics: Statistics) -> Tensor:
         """One number per unit, in float64. (units,)"""
 
+    def order(self, score: Tensor) -> Tensor:
+        """All units, those that stay first: one order serves all widths. (units,)"""
+        return descending(score)
+
     @final
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
-        """One ordering serves all widths."""
         score = self.score(evidence.statistics)
         scores = tuple(score.tolist())
-        return [found._replace(scores=scores) for found in prefixes(descending(score).tolist(), widths)]
+        return [found._replace(scores=scores) for found in prefixes(self.order(score).tolist(), widths)]
 
 
 def prefixes(order: Sequence[int], widths: Sequence[int]) -> list[Found]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self, final
@@ -13,18 +12,16 @@ from torch import Tensor
 
 from ispasp.errors import InputError
 from ispasp.select.base import (
-    Found,
-    Search,
+    Scored,
     checked_producers,
     is_flag,
     option,
-    prefixes,
     register,
     seed_option,
     sum_by_unit,
     sum_over_layers,
 )
-from ispasp.select.evidence import Evidence, columns, descending
+from ispasp.select.evidence import columns
 from ispasp.types import Consumer, Reading, Statistic, Statistics, register_statistic
 from ispasp.types.consumer import patches
 
@@ -32,28 +29,22 @@ _POSITIONS = 256  # of a batch: outputs that count
 _NUMBERS = 2**22  # that are looked at together
 
 
-class _Drawn(Search):
+@dataclass(frozen=True)
+class _Drawn(Scored):
     """Keeps the units of largest sensitivity, or draws them by it."""
 
-    sample: bool
-    seed: int
-
-    @abstractmethod
-    def sensitivity(self, statistics: Statistics) -> Tensor:
-        """One number per unit, in float64. (units,)"""
+    sample: bool = option(False, is_flag, "True (draw units, as the paper) or False (the most sensitive)")
+    seed: int = seed_option()
 
     @final
-    def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
-        """One order serves all widths: drawing longer only adds units."""
-        s = self.sensitivity(evidence.statistics)
-        order = _first_drawn(s, self.seed).argsort(stable=True) if self.sample else descending(s)
-        scores = tuple(s.tolist())
-        return [found._replace(scores=scores) for found in prefixes(order.tolist(), widths)]
+    def order(self, score: Tensor) -> Tensor:
+        """The largest first, or the first drawn: drawing longer only adds units."""
+        return _first_drawn(score, self.seed).argsort(stable=True) if self.sample else super().order(score)
 
     @final
     def factors(self, statistics: Statistics, kept: Sequence[int]) -> tuple[float, ...]:
         """With `sample`: how often each unit was drawn, over what was to be expected."""
-        return _weights(self.sensitivity(statistics), list(kept), self.seed) if self.sample else ()
+        return _weights(self.score(statistics), list(kept), self.seed) if self.sample else ()
 
 
 def _first_drawn(s: Tensor, seed: int) -> Tensor:
@@ -82,11 +73,6 @@ def _weights(s: Tensor, kept: list[int], seed: int) -> tuple[float, ...]:
     return tuple(torch.where(ever, draws / (total * p), 1.0).tolist())
 
 
-def _sample_option() -> bool:
-    found: bool = option(False, is_flag, "True (draw units, as the paper) or False (the most sensitive)")
-    return found
-
-
 @register
 @dataclass(frozen=True)
 class Coreset(_Drawn):
@@ -112,10 +98,7 @@ class Coreset(_Drawn):
     name = "coreset"
     needs = ("producers",)
 
-    sample: bool = _sample_option()
-    seed: int = seed_option()
-
-    def sensitivity(self, statistics: Statistics) -> Tensor:
+    def score(self, statistics: Statistics) -> Tensor:
         n = statistics.units
         made = checked_producers(statistics, self.name)
         squares = sum_over_layers(((P, P.weight.double().square().sum(1)) for P in made), n)
@@ -146,7 +129,6 @@ class Contribution(Statistic):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        H = H if H.ndim > 1 else H[None]
         found = _parts(consumer, H)
         number = int.from_bytes(hashlib.blake2b(found.cpu().numpy().tobytes(), digest_size=7).digest(), "big")
         return cls({(number,): torch.stack([found, torch.ones_like(found)])}, len(H))
@@ -157,10 +139,6 @@ class Contribution(Statistic):
 
     def tensors(self) -> Mapping[tuple[int, ...], Tensor]:
         return self.maxima
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[tuple[int, ...], Tensor], examples: int) -> Self:
-        return cls(tensors, examples)
 
 
 def _parts(consumer: Consumer, H: Tensor) -> Tensor:
@@ -210,10 +188,7 @@ class PFP(_Drawn):
     name = "pfp"
     needs = ("contribution",)
 
-    sample: bool = _sample_option()
-    seed: int = seed_option()
-
-    def sensitivity(self, statistics: Statistics) -> Tensor:
+    def score(self, statistics: Statistics) -> Tensor:
         """The largest over consumers of the sum over a unit's channels."""
         parts = [
             sum_by_unit(_taken(reading, number).largest(), reading.consumer.unit_of(), statistics.units)

@@ -13,11 +13,10 @@ from ispasp.select.base import Found, Search, option, prefixes, register, seed_o
 from ispasp.select.evidence import Evidence, descending, largest
 from ispasp.types import units_to_keep
 
+# loss(masks, step): the loss with each mask's units alone, on the mini-batch of the step. (m, units) -> (m,)
 MaskLoss = Callable[[Tensor, int], Tensor]
-"""loss(masks, step): the loss with each mask's units alone, on the mini-batch of the step. (m, units) -> (m,)"""
-
+# loss(kept, candidates, step): the loss with `kept` (units,) and each candidate added to it. (m,) -> (m,)
 AddLoss = Callable[[Tensor, Tensor, int], Tensor]
-"""loss(kept, candidates, step): the loss with `kept` (units,) and each candidate added to it. (m,) -> (m,)"""
 
 
 @register

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import Selector, is_flag, option, register, sum_by_unit, whole
+from ispasp.select.base import Selector, is_flag, option, register, sum_by_unit, sum_over_layers, whole
 from ispasp.select.evidence import Evidence, columns, descending, moments
 from ispasp.types import Consumer, ConvConsumer, Selection, Statistics, units_to_keep
 from ispasp.types.consumer import Geometry
@@ -174,11 +174,8 @@ class Coupling:
 
 def activation(statistics: Statistics, *, magnitude: bool = False) -> Tensor:
     """h = mu(H) of every unit, over data, positions, consumers and channels (with `magnitude` |h|). (units,)"""
-    found = []
-    for A, M in moments(statistics):
-        h = M.flatten(1).sum(1) if M.ndim > 1 else M
-        found.append(sum_by_unit(h.abs() if magnitude else h, A.unit_of(), statistics.units))
-    return torch.stack(found).sum(0)
+    sums = [(A, M.flatten(1).sum(1) if M.ndim > 1 else M) for A, M in moments(statistics)]
+    return sum_over_layers(((A, h.abs() if magnitude else h) for A, h in sums), statistics.units)
 
 
 def couplings(statistics: Statistics) -> list[Coupling]:

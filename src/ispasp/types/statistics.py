@@ -37,7 +37,7 @@ class Statistic(ABC):
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
         """Measure one batch. H is the input of the consumer, floating-point and detached.
 
-        (..., channels) for a linear consumer, (batch, channels, *size) for a convolution. Sum in float64.
+        (batch, ..., channels) for a linear consumer, (batch, channels, *size) for a convolution. Sum in float64.
         """
 
     def __add__(self, other: Self) -> Self:
@@ -52,9 +52,9 @@ class Statistic(ABC):
         """Its tensors by key. A key is a tuple of integers, () where there is only one tensor."""
 
     @classmethod
-    @abstractmethod
     def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
-        """The inverse of `tensors`."""
+        """The inverse of `tensors`, for a class whose fields are just these two."""
+        return cls(tensors, examples)  # type: ignore[call-arg]
 
 
 S = TypeVar("S", bound=Statistic)
@@ -129,15 +129,11 @@ class Moment(Statistic):
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
         """Sum H over the batch, and over positions where the consumer treats them alike."""
         over = (0,) if isinstance(consumer, ConvConsumer) else tuple(range(H.ndim - 1))
-        total = H.sum(over, dtype=torch.float64) if over else H.double()
-        return cls({tuple(total.shape[1:]): total}, _examples(H))
+        total = H.sum(over, dtype=torch.float64)
+        return cls({tuple(total.shape[1:]): total}, len(H))
 
     def tensors(self) -> Mapping[Size, Tensor]:
         return self.maps
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[Size, Tensor], examples: int) -> Self:
-        return cls(tensors, examples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +160,7 @@ class Magnitude(Total):
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
         over = (0, *range(2, H.ndim)) if isinstance(consumer, ConvConsumer) else tuple(range(H.ndim - 1))
-        return cls(H.abs().sum(over, dtype=torch.float64) if over else H.abs().double(), _examples(H))
+        return cls(H.abs().sum(over, dtype=torch.float64), len(H))
 
 
 @register_statistic
@@ -180,7 +176,7 @@ class Gram(Total):
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
         X = patches(consumer, H).double()  # (groups, K, N)
-        return cls(X @ X.mT, _examples(H))
+        return cls(X @ X.mT, len(H))
 
 
 class _Backward(Total):
@@ -213,10 +209,6 @@ class Fisher(_Backward):
     """
 
     name: ClassVar[str] = "fisher"
-
-
-def _examples(H: Tensor) -> int:
-    return H.shape[0] if H.ndim > 1 else 1
 
 
 def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
