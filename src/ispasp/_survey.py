@@ -11,7 +11,7 @@ from torch import nn
 from ispasp._keep import Keep, widths
 from ispasp.engine.batches import count_examples, one_batch
 from ispasp.errors import InputError, NothingToPruneError
-from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model, owner, unit_cost
+from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model, owner
 from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.graph.trace import Batch, check_model
@@ -270,9 +270,11 @@ def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
 
 
 def _dimension(found: Found, analysis: Analysis, structure: Structure, costs: CostModel) -> HiddenDimension:
-    places = found.producers, found.consumers
-    cost = unit_cost(costs, structure.units, found.name)
+    one = costs.cost({found.name: range(structure.units[found.name] - 1)})  # one unit less
+    cost = one.dense_params - one.params, one.dense_macs - one.macs
     read = (analysis.extent(axis) for contraction in analysis.tracker.contractions for axis in contraction.contracted)
     inside = (tuple(part for part in extent if any(name == found.name for name, _ in part)) for extent in read)
     channels = next((full_length(each) // found.atom.size for each in inside if each), 1)  # where it is read first
-    return HiddenDimension(found.name, found.kind, found.atom.size, channels, *places, *cost, found.atom.stream)
+    return HiddenDimension(
+        found.name, found.kind, found.atom.size, channels, found.producers, found.consumers, *cost, found.atom.stream
+    )

@@ -364,17 +364,8 @@ def held_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     while taken < _SHARE * total and len(rest) > 1 and taken + sizes[len(rest) - 1] <= _MOST * total:
         taken += sizes[len(rest) - 1]
         held.insert(0, rest.pop())
-    if taken < _SHARE * total / 2:
-        parts = _divided(rest[-1], round(_SHARE * total) - taken)
-        if parts is not None:
-            rest[-1], last = parts
-            held.insert(0, last)
+    pair, size, last = rest[-1], sizes[len(rest) - 1], round(_SHARE * total) - taken
+    if taken < _SHARE * total / 2 and size >= last + 2 and is_rows(pair, size):
+        rest[-1] = part(pair, slice(0, size - last))
+        held.insert(0, part(pair, slice(size - last, size)))
     return rest, held
-
-
-def _divided(pair: Pair, last: int) -> tuple[Pair, Pair] | None:
-    """Split the last examples off a pair; None where its tensors have different numbers of rows."""
-    size = count_examples(pair[0])
-    if size < last + 2 or not is_rows(pair, size):
-        return None
-    return part(pair, slice(0, size - last)), part(pair, slice(size - last, size))

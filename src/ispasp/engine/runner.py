@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -305,10 +306,7 @@ class Lockstep:
 def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Run one node."""
     if node.op == "get_attr":
-        value: Any = module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
+        return attrgetter(str(node.target))(module)
     if node.op == "output":
         return args[0]
     try:

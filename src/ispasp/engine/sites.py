@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from ispasp.engine.batches import real_rows
 from ispasp.engine.runner import Cut, Runner
 from ispasp.errors import InputError, IspaspError
-from ispasp.graph.analyse import Analysis, owner
-from ispasp.graph.atoms import resolve
-from ispasp.graph.ops import Arguments, Form, along, forms, given_to, output_channels, scale, tail
+from ispasp.graph.analyse import Analysis, owner, paths_of
+from ispasp.graph.atoms import atoms_of
+from ispasp.graph.ops import Arguments, Form, along, forms, given_to, scale
 from ispasp.graph.track import Contraction, Value
 from ispasp.types import Consumer, ConvConsumer, Producer, Reading, Statistics
 from ispasp.types.dimension import Extent, Factor, Kept, checked_tensor, kept_mask, names_in
@@ -118,19 +118,16 @@ class Site:
         """The consumer with the unit of each of its channels."""
 
         def make() -> Consumer:
-            units = self._channel_units(consumer, product.arrange(self.units_of(name, x)), name, x)
-            return replace(consumer, units=units)
+            units = product.arrange(self.units_of(name, x))
+            if not units.numel():  # no row to look at: the contracted dimension is the last
+                ((_, extent),) = self.extents
+                return replace(consumer, units=units_along(extent, name).to(x.device))
+            units = units[0] if units.ndim > 1 else units
+            while units.ndim > 1:
+                units = units[:, 0] if isinstance(consumer, ConvConsumer) else units[0]
+            return replace(consumer, units=units.contiguous())
 
         return self._cached(f"units of {name}", [consumer], make)
-
-    def _channel_units(self, consumer: Consumer, arranged: Tensor, name: str, x: Tensor) -> Tensor:
-        if not arranged.numel():  # no row to look at: the contracted dimension is the last
-            ((_, extent),) = self.extents
-            return units_along(extent, name).to(x.device)
-        first = arranged[0] if arranged.ndim > 1 else arranged
-        while first.ndim > 1:
-            first = first[:, 0] if isinstance(consumer, ConvConsumer) else first[0]
-        return first.contiguous()
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -144,8 +141,8 @@ def sites(analysis: Analysis, wanted: Collection[str], *, others: bool = False) 
     found = []
     order = {node: k for k, node in enumerate(analysis.trace.graph.nodes)}
     for number, contraction in enumerate(analysis.tracker.contractions):
-        path = ", ".join(sorted({owner(name) or name for name in contraction.parameters}))
-        site = Site(number, path, contraction, _extents(analysis, contraction, wanted))
+        path, extents = ", ".join(paths_of(contraction)), _extents(analysis, contraction, wanted)
+        site = Site(number, path, contraction, extents)
         if site.names or others:
             found.append(site)
     return sorted(found, key=lambda site: order[site.contraction.node])
@@ -154,7 +151,7 @@ def sites(analysis: Analysis, wanted: Collection[str], *, others: bool = False) 
 def _extents(analysis: Analysis, contraction: Contraction, wanted: Collection[str]) -> tuple[tuple[int, Extent], ...]:
     value = analysis.tracker.values[contraction.data.get(given_to(contraction.node))]
     assert isinstance(value, Value)  # noqa: S101  # the rule put it there
-    read = {analysis.names.get(atom) for axis in contraction.contracted for s in resolve(axis) for atom in s}
+    read = {analysis.names.get(atom) for axis in contraction.contracted for atom in atoms_of(axis)}
 
     def only(factor: Factor) -> Factor:
         return factor if factor[0] in read and factor[0] in wanted else (None, factor[1])
@@ -286,9 +283,11 @@ class Tally:
 def producers(analysis: Analysis, name: str, runner: Runner) -> tuple[Producer, ...]:
     """The layers or embeddings that make a hidden dimension: one row of weights per channel, as a runner has them."""
     found = []
-    for contraction in analysis.tracker.contractions:
+    for number, contraction in enumerate(analysis.tracker.contractions):
         if any(name in names_in(analysis.extent(axis)) for axis in contraction.made):
-            found += list(_layers(analysis, contraction, name, runner))[:1]
+            norm = runner.graph.tails[number].norm
+            gamma = None if norm is None else runner.fixed.get(norm.args[1])  # type: ignore[arg-type]
+            found += list(_layers(analysis, contraction, name, runner, gamma))[:1]
     if found:
         return tuple(found)
     (paths,) = (item.producers for item in analysis.found if item.name == name)
@@ -309,19 +308,15 @@ def _made_along(analysis: Analysis, value: Value, name: str) -> Iterator[tuple[i
             yield dim, units_along(extent, name)
 
 
-def _layers(analysis: Analysis, contraction: Contraction, name: str, runner: Runner) -> Iterator[Producer]:
+def _layers(
+    analysis: Analysis, contraction: Contraction, name: str, runner: Runner, gamma: Tensor | None
+) -> Iterator[Producer]:
+    """The layers of a contraction; `gamma` is the weight of a BatchNorm right after it."""
     for node in contraction.node.all_input_nodes:
         value = analysis.tracker.values.get(node)
         if isinstance(value, Value) and value.parameters == contraction.parameters:
             for dim, units in _made_along(analysis, value, name):
                 weight = runner.fixed[node] if node in runner.fixed else runner.value(node)  # it may be normalised
                 rows = weight.detach().movedim(dim, 0).flatten(1)
-                yield Producer(rows, units.to(rows.device), _gamma(contraction, runner, len(rows)))
-
-
-def _gamma(contraction: Contraction, runner: Runner, channels: int) -> Tensor | None:
-    """Weight of the BatchNorm right after the layer."""
-    channel, sources = output_channels(contraction.node), runner.graph.trace.sources
-    norm = None if channel is None else tail(contraction.node, channel, sources).norm
-    gamma = runner.fixed.get(norm.args[1]) if norm is not None else None  # type: ignore[arg-type]
-    return gamma.detach() if gamma is not None and len(gamma) == channels else None
+                fits = gamma is not None and len(gamma) == len(rows)
+                yield Producer(rows, units.to(rows.device), gamma if fits else None)

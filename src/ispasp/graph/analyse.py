@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -122,22 +121,21 @@ def _used(values: Mapping[str, Value], walks: Iterable[Tracker]) -> dict[str, Va
 # Other paths through the model --------------------------------------------------------------------------------------
 def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
     """Find the contractions of one walk in another: the n-th use of the same parameters in the same way."""
-    again: dict[Any, list[fx.Node]] = {}
-    for contraction in other.contractions:
-        again.setdefault(_key(contraction), []).append(contraction.node)
-    count = Counter(_key(contraction) for contraction in main.contractions)
-    seen: Counter[Any] = Counter()
-    found: dict[int, fx.Node] = {}
-    for number, contraction in enumerate(main.contractions):
-        key = _key(contraction)
-        if len(again.get(key, ())) == count[key]:  # else uses cannot be told apart
-            found[number] = again[key][seen[key]]
-            seen[key] += 1
+    mine, theirs = _uses(main), _uses(other)
+    pairs = ((uses, theirs.get(key, [])) for key, uses in mine.items())
+    alike = (
+        zip(*both, strict=True) for both in pairs if len(both[0]) == len(both[1])
+    )  # else they cannot be told apart
+    return {number: node for uses in alike for (number, _), (_, node) in uses}
+
+
+def _uses(walk: Tracker) -> dict[Any, list[tuple[int, fx.Node]]]:
+    """The contractions that use the same parameters in the same way, with their numbers."""
+    found: dict[Any, list[tuple[int, fx.Node]]] = {}
+    for number, c in enumerate(walk.contractions):
+        key = c.parameters, c.kind, c.data, c.dims, str(c.node.target)
+        found.setdefault(key, []).append((number, c.node))
     return found
-
-
-def _key(contraction: Contraction) -> Any:
-    return contraction.parameters, contraction.kind, contraction.data, contraction.dims, str(contraction.node.target)
 
 
 def _freeze_unmatched(main: Tracker, other: Tracker) -> None:
@@ -146,7 +144,7 @@ def _freeze_unmatched(main: Tracker, other: Tracker) -> None:
     only = [c for n, c in enumerate(main.contractions) if n not in both]
     only += [c for c in other.contractions if c.node not in both.values()]
     for contraction in only:
-        where = ", ".join(_paths(contraction))
+        where = ", ".join(paths_of(contraction))
         for axis in contraction.contracted:
             freeze(axis, Reason(f"is read by {where} for some kinds of batches only", contraction.node.name))
 
@@ -224,7 +222,8 @@ def owner(parameter: str) -> str:
     return before if found else parameter.rpartition(".")[0]
 
 
-def _paths(holder: Contraction | Value) -> list[str]:
+def paths_of(holder: Contraction | Value) -> list[str]:
+    """The modules that hold its parameters."""
     return sorted({owner(name) or name for name in holder.parameters})
 
 
@@ -238,18 +237,18 @@ def _collect(tracker: Tracker) -> tuple[Found, ...]:
     looked_up: dict[Atom, list[str]] = {}
     for table in tracker.tables:
         for atom in atoms_of(table.axes[-1]):
-            looked_up.setdefault(atom, []).extend(_paths(table))
+            looked_up.setdefault(atom, []).extend(paths_of(table))
     found: list[Found] = []
     taken: set[str] = set()
     for atom in dict.fromkeys([*made, *looked_up]):
         if atom.frozen is not None or atom not in read:
             continue
         makers = made.get(atom, [])
-        producers = [path for contraction in makers for path in _paths(contraction)] or looked_up[atom]
+        producers = [path for contraction in makers for path in paths_of(contraction)] or looked_up[atom]
         kind = "head" if atom.head else "filter" if makers and makers[0].kind == "conv" else "neuron"
         name = distinct(_name(producers[0], kind, makers), taken, "{}#{}")
         taken.add(name)
-        consumers = [path for contraction in read[atom] for path in _paths(contraction)]
+        consumers = [path for contraction in read[atom] for path in paths_of(contraction)]
         found.append(Found(name, kind, atom, tuple(dict.fromkeys(producers)), tuple(dict.fromkeys(consumers))))
     return tuple(found)
 
@@ -269,7 +268,7 @@ def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[st
     for contraction in tracker.contractions:
         reasons = [atom.frozen for axis in contraction.made for atom in atoms_of(axis)]
         if reasons and reasons[0] is not None and None not in reasons:
-            for path in _paths(contraction):
+            for path in paths_of(contraction):
                 rows.setdefault((path, reasons[0].text), reasons[0])
     for name, value in tensors.items():  # layers that only an op without a rule reads, such as an LSTM's
         for atom in (atom for axis in value.axes for atom in atoms_of(axis)):
@@ -283,7 +282,7 @@ def layers_of(analysis: Analysis) -> Iterator[tuple[str, Extent]]:
     for contraction in analysis.tracker.contractions:
         if UNKNOWN not in map(length, contraction.made):
             axes = itertools.product(*map(analysis.extent, contraction.made))
-            yield ", ".join(_paths(contraction)), tuple(sum(parts, ()) for parts in axes)
+            yield ", ".join(paths_of(contraction)), tuple(sum(parts, ()) for parts in axes)
 
 
 # Cost ---------------------------------------------------------------------------------------------------------------
@@ -338,9 +337,3 @@ def _row(analysis: Analysis, axes: Iterable[Axis]) -> Product:
         else:
             factor *= full_length(extent)
     return factor, tuple(extents)
-
-
-def unit_cost(model: CostModel, units: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Parameters and MACs of one unit, with everything else dense."""
-    kept = {name: range(units[name] - 1)}
-    return model.params({}) - model.params(kept), model.macs({}) - model.macs(kept)

@@ -174,17 +174,13 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     check_model(model)
     # Tracing puts fake tensors into the model for a while: Ctrl-C must not leave them there.
     with one_at_a_time(), uninterrupted(), left_out(_observers(model, batch)):
-        return _traced(model, batch, training=training)
-
-
-def _traced(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
-    args, kwargs = _fresh_arguments(batch)
-    with state_kept(model), evaluating(model, training=training), _silent(model), _use_lazy_graph_module(True):
-        try:
-            program = torch.export.export(model, args, kwargs, strict=False)
-        except Exception as first:
-            program = _export_by_example(model, args, kwargs, first)
-        program = _without_vmap(program)
+        args, kwargs = _fresh_arguments(batch)
+        with state_kept(model), evaluating(model, training=training), _silent(model), _use_lazy_graph_module(True):
+            try:
+                program = torch.export.export(model, args, kwargs, strict=False)
+            except Exception as first:
+                program = _export_by_example(model, args, kwargs, first)
+            program = _without_vmap(program)
     sources = {}
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind.name)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ispasp.errors import InputError, PlanError
 from ispasp.graph.analyse import Analysis, analyse, owner
-from ispasp.graph.atoms import UNKNOWN, resolve
+from ispasp.graph.atoms import UNKNOWN, atoms_of
 from ispasp.graph.state import uninterrupted
 from ispasp.graph.trace import Batch, evaluating
 
@@ -237,7 +237,7 @@ def _free(analysis: Analysis) -> dict[str, int]:
     found: dict[str, int] = {}
     for contraction in analysis.tracker.contractions:
         axes = (*contraction.contracted, *contraction.made)
-        atoms = [atom for axis in axes for segment in resolve(axis) for atom in segment]
+        atoms = [atom for axis in axes for atom in atoms_of(axis)]
         count = sum(atom.size for atom in atoms if atom.frozen is None and atom.size != UNKNOWN)
         for path in {owner(name) for name in contraction.parameters}:
             found[path] = found.get(path, 0) + count

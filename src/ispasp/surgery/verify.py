@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,23 +72,21 @@ def attempt(model: nn.Module, batch: Batch) -> list[Tensor] | Failure:
 @contextmanager
 def watching(model: nn.Module, stack: list[Frame], after: Callable[[Frame, Any], None] | None = None) -> Iterator[None]:
     """Keep the running modules on `stack`, and call `after` with each frame and its output."""
-    handles = []
-    for path, module in model.named_modules():
+    paths = {module: path for path, module in model.named_modules()}
 
-        def enter(m: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            stack.append(Frame(path, m, args, kwargs))
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        stack.append(Frame(paths[module], module, args, kwargs))
 
-        def leave(m: nn.Module, args: Any, output: Any) -> None:
-            frame = stack.pop()
-            if after is not None:
-                after(frame, output)
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        frame = stack.pop()
+        if after is not None:
+            after(frame, output)
 
-        handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
-    try:
+    with ExitStack() as hooks:
+        for module in paths:
+            hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def masked_output(
