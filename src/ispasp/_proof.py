@@ -49,7 +49,6 @@ class MaskedNetwork:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the model."""
         return named_tensors(self.model)
 
     @cached_property
@@ -271,7 +270,6 @@ def _layers(graph: TracedGraph, net: MaskedNetwork) -> dict[int, tuple[nn.Module
 
 
 def _runs(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """The pruned model's outputs."""
     remedy = "check that its forward does the same on every call, or calibrate with batches of one shape"
     what = f"the pruned model fails on a batch of shapes {signature(batch)[1:]}"
     with failing_as(SurgeryError, what, f"the model is as it was; {remedy}"):

@@ -62,7 +62,6 @@ class Work:
 
     @cached_property
     def units(self) -> dict[str, int]:
-        """Number of units of each hidden dimension of the model."""
         return {d.name: d.units for d in self.survey.dimensions}
 
     @cached_property
@@ -90,7 +89,6 @@ class Work:
 
     @property
     def needs(self) -> set[str]:
-        """Statistics of activations that the method needs."""
         return set(self.selector.needs) & set(measurable())
 
     def keeping(self, counts: Mapping[str, int]) -> Work:
@@ -98,7 +96,6 @@ class Work:
         return replace(self, counts={name: n for name, n in counts.items() if name not in self.unread})
 
     def sites_of(self, name: str) -> list[Site]:
-        """The sites that read a hidden dimension."""
         return [site for site in self.sites if name in site.names]
 
     def slot(self, site: Site) -> Slot:
@@ -119,7 +116,6 @@ class Decisions:
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """Kept units of each hidden dimension."""
         return {name: selection.kept for name, selection in self.selections.items()}
 
     @property
@@ -250,10 +246,10 @@ def with_task(work: Work, found: Mapping[str, Statistics], done: Decisions) -> d
         where = [site for site in work.sites if site.names & set(found)]
         totals: dict[tuple[int, str], Sensitivity] = {}
         with work.team.together("the sensitivities"):
-            for pair in work.inputs.pairs():
-                parts = sensitivities(
-                    where, work.units, work.graphs, work.tensors, done.edits, pair, loss or own_labels
-                )
+            probed = {site.number: site.contraction.data for site in where}
+            for batch, given in work.inputs.pairs():
+                runner = Runner(work.graphs.of(batch), batch, work.tensors, done.edits, probed=probed)
+                parts = sensitivities(where, work.units, runner, given, loss or own_labels)
                 totals = {key: totals[key] + part if key in totals else part for key, part in parts.items()}
         found = {name: attached(each, name, work.sites_of(name), totals) for name, each in found.items()}
     if "fisher" in needs:

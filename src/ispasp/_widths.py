@@ -8,7 +8,7 @@ allocation by these curves then competes with simpler ones on the measured diver
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile, islice
 from typing import Any
@@ -98,8 +98,7 @@ def output_curves(work: Work, found: Curves, batch: Batch) -> Curves:
     with work.team.together("the divergences of the output"):
         dense = Runner(work.graphs.of(batch), batch, work.tensors, Edits()).output()
         runner = Runner(work.graphs.of(batch), batch, work.tensors, Edits())
-        names = sorted(work.counts, key=lambda name: work.sites.index(work.sites_of(name)[0]))
-        for name in track(names, "measuring", len(names), show=work.options.progress):
+        for name in track(_in_order(work), "measuring", len(work.counts), show=work.options.progress):
             runner.advance(runner.graph.contractions[work.sites_of(name)[0].number])
             for width in _measured(work, name, fractions):
                 edits = _narrowed(work, name, found.kept(name, width), runner)
@@ -156,134 +155,124 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
     whole networks, each also without residual streams. The one whose output is nearest to the dense one on held-out
     examples wins. `search=` more are tried.
     """
-    limit = budget.limit(work.survey.cost())
-    if budget.count(work.survey.costs, {}) <= limit:
+    if budget.count(work.survey.costs, {}) <= budget.limit(work.survey.cost()):
         return {}
-    count, step = _counter(work, budget), work.options.round_to
-    liked = {n: c for n in found.curves if (c := budget.choices(n, work.units[n], step)) is not None}
-
-    def spend(curves: Mapping[str, Curve], least: Mapping[str, int] | None = None) -> dict[str, int]:
-        counts = allocate(curves, count, limit, round_to=step, least=least, allowed=liked)
-        shared = work.team.same({name: torch.tensor(n, device="cpu") for name, n in counts.items()})
-        return {name: int(n) for name, n in shared.items()}
-
+    limit = _Limit(work, budget)
     streams = {d.name: d.units for d in work.survey.dimensions if d.stream and d.name in work.counts}
-    narrow = {name: _wide_enough(liked, name, narrowest(work, name)) for name in found.curves}
-    if liked:  # else it was checked before calibration
-        budget.check(work.survey.cost(), count(narrow))
+    if limit.liked:  # else it was checked before calibration
+        budget.check(work.survey.cost(), limit.count(limit.least))
     candidates: list[dict[str, int]] = []
-    for whole in ({}, streams) if streams and count({**narrow, **streams}) <= limit else ({},):
-        uniform = _uniform(work, whole, count, limit, liked)
-        for floor in _FLOORS if count(uniform) <= limit else (0.0,):  # one unit of each may be too much
-            least = {name: _wide_enough(liked, name, int(floor * width)) for name, width in uniform.items()}
-            if (candidate := spend(found.curves, {**least, **whole})) not in candidates:
+    for whole in ({}, streams) if streams and limit.fits({**limit.least, **streams}) else ({},):
+        uniform = limit.uniform(whole)
+        for floor in _FLOORS if limit.fits(uniform) else (0.0,):  # one unit of each may be too much
+            least = {name: limit.wide_enough(name, int(floor * width)) for name, width in uniform.items()}
+            if (candidate := limit.spend(found.curves, {**least, **whole})) not in candidates:
                 candidates.append(candidate)
     judges = [_Judge(work, found, count_examples(batch), batches) for batches in (1, 2)]
     start, _ = judges[0].best(candidates)
     other = width_search(work.options.search)
     if other is None:
-        best = _search(work, found, spend, judges, start)
+        best = _search(limit, found, judges, start)
     else:
-        problem = _problem(work, judges[0], count, limit, narrow, start, liked)
-        shared = {name: torch.tensor(n, device="cpu") for name, n in checked(problem, other(problem)).items()}
-        best = {name: int(n) for name, n in work.team.same(shared).items()}
+        problem = limit.problem(judges[0], start)
+        best = limit.shared(checked(problem, other(problem)))
     return {name: width for name, width in best.items() if width < work.units[name]}
-
-
-def _problem(
-    work: Work,
-    judge: _Judge,
-    count: Callable[[Mapping[str, int]], int],
-    limit: int,
-    least: Mapping[str, int],
-    start: Mapping[str, int],
-    liked: Mapping[str, Sequence[int]],
-) -> WidthProblem:
-    """What another search of widths may look at. Hidden dimensions are in the order in which they are read."""
-    names = sorted(least, key=lambda name: work.sites.index(work.sites_of(name)[0]))
-
-    def fit(name: str, width: int) -> int:
-        nearest = rounded(max(width, least[name]), work.units[name], work.options.round_to)
-        return _wide_enough(liked, name, nearest)
-
-    units = {name: work.units[name] for name in names}
-    return WidthProblem(
-        units, least, limit, count, fit, judge.divergence, judge.network, start, work.survey, work.model,
-        list(work.inputs.again()),
-    )  # fmt: skip
 
 
 def uniform_widths(work: Work, budget: Budget) -> dict[str, int]:
     """The widths of a budget that leaves the same fraction of every hidden dimension."""
-    found = _uniform(work, {}, _counter(work, budget), budget.limit(work.survey.cost()), {})
+    found = _Limit(work, budget).uniform({})
     return {name: width for name, width in found.items() if width < work.units[name]}
 
 
-def _counter(work: Work, budget: Budget) -> Callable[[Mapping[str, int]], int]:
-    """Returns the function that counts what a budget limits, new biases among it."""
-    gained = _new_biases(work) if isinstance(budget, Params) else []
+class _Limit:
+    """What a budget counts, new biases among it, and the widths that it allows."""
 
-    def count(widths: Mapping[str, int]) -> int:
+    def __init__(self, work: Work, budget: Budget) -> None:
+        self.work = work
+        self._budget, self._most = budget, budget.limit(work.survey.cost())
+        self._gained = _new_biases(work) if isinstance(budget, Params) else []
+        choices = {name: budget.choices(name, work.units[name], work.options.round_to) for name in work.counts}
+        self.liked = {name: widths for name, widths in choices.items() if widths is not None}
+        self.least = {name: self.wide_enough(name, narrowest(work, name)) for name in work.counts}
+
+    def count(self, widths: Mapping[str, int]) -> int:
         kept = {name: range(width) for name, width in widths.items()}
-        return budget.count(work.survey.costs, widths) + sum(kept_length(extent, kept) for extent in gained)
+        return self._budget.count(self.work.survey.costs, widths) + sum(kept_length(e, kept) for e in self._gained)
 
-    return count
+    def fits(self, widths: Mapping[str, int]) -> bool:
+        return self.count(widths) <= self._most
+
+    def wide_enough(self, name: str, width: int) -> int:
+        """The narrowest width of at least `width` that the budget allows."""
+        return next((each for each in self.liked.get(name, ()) if each >= width), width)
+
+    def uniform(self, whole: Mapping[str, int]) -> dict[str, int]:
+        """The same fraction of every hidden dimension that is not to stay whole, as large as the limit allows."""
+        units = self.work.units
+
+        def widths(fraction: float) -> dict[str, int]:
+            cut = {name: self._rounded(name, max(1, int(fraction * units[name]))) for name in self.work.counts}
+            return {**cut, **whole}
+
+        low, high = 0.0, 1.0
+        for _ in range(20):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.fits(widths(middle)) else (low, middle)
+        return widths(low)
+
+    def _rounded(self, name: str, width: int) -> int:
+        return self.wide_enough(name, rounded(width, self.work.units[name], self.work.options.round_to))
+
+    def spend(self, curves: Mapping[str, Curve], least: Mapping[str, int] | None = None) -> dict[str, int]:
+        """The widths of the least error by these curves."""
+        step = self.work.options.round_to
+        return self.shared(allocate(curves, self.count, self._most, round_to=step, least=least, allowed=self.liked))
+
+    def shared(self, widths: Mapping[str, int]) -> dict[str, int]:
+        """The widths of rank 0."""
+        found = self.work.team.same({name: torch.tensor(n, device="cpu") for name, n in widths.items()})
+        return {name: int(n) for name, n in found.items()}
+
+    def problem(self, judge: _Judge, start: Mapping[str, int]) -> WidthProblem:
+        """What another search of widths may look at. Hidden dimensions are in the order in which they are read."""
+        work, least, batches = self.work, self.least, list(self.work.inputs.again())
+        units = {name: work.units[name] for name in _in_order(work)}
+
+        def fit(name: str, width: int) -> int:
+            return self._rounded(name, max(width, least[name]))
+
+        network, error = judge.network, judge.divergence
+        return WidthProblem(
+            units, least, self._most, self.count, fit, error, network, start, work.survey, work.model, batches
+        )
 
 
-def _search(
-    work: Work,
-    found: Curves,
-    spend: Callable[[Mapping[str, Curve]], dict[str, int]],
-    judges: Sequence[_Judge],
-    start: dict[str, int],
-) -> dict[str, int]:
+def _in_order(work: Work) -> list[str]:
+    return sorted(work.counts, key=lambda name: work.sites.index(work.sites_of(name)[0]))
+
+
+def _search(limit: _Limit, found: Curves, judges: Sequence[_Judge], start: dict[str, int]) -> dict[str, int]:
     """Exchange widths between two dimensions at a time, and keep what lowers the divergence of the whole network.
 
     An exchange raises the curve of one dimension, lowers that of another, and spends the budget anew. The second half
     of the search sees twice the sample, where it goes on from the start if that is better.
     """
-    wanted: Any = work.options.search  # a number: else another search runs
+    wanted: Any = limit.work.options.search  # a number: else another search runs
     steps, names = wanted if len(found.curves) > 1 else 0, list(found.curves)
     best, least, judge = start, math.inf, None
     scales = dict.fromkeys(names, 0.0)
     draw = torch.Generator().manual_seed(0)
-    for step in track(range(steps), "searching", steps, show=work.options.progress and steps > 0):
+    for step in track(range(steps), "searching", steps, show=limit.work.options.progress and steps > 0):
         if judge is not (now := judges[2 * step + 1 >= steps]):
             judge, (best, least) = now, now.best([start] if best is start else [start, best])
         up, down = torch.randperm(len(names), generator=draw)[:2].tolist()
         moved = {**scales, names[up]: scales[names[up]] + _STEP, names[down]: scales[names[down]] - _STEP}
         factors = {name: math.exp(scale) for name, scale in moved.items()}
-        tried = spend({n: Curve(c.kept, tuple(factors[n] * e for e in c.error)) for n, c in found.curves.items()})
+        tried = limit.spend({n: Curve(c.kept, tuple(factors[n] * e for e in c.error)) for n, c in found.curves.items()})
         if (error := judge.divergence(tried)) < least:
             best, least, scales = tried, error, moved
     return best
-
-
-def _wide_enough(liked: Mapping[str, Sequence[int]], name: str, width: int) -> int:
-    """The narrowest width of at least `width` that the budget allows."""
-    return next((each for each in liked.get(name, ()) if each >= width), width)
-
-
-def _uniform(
-    work: Work,
-    whole: Mapping[str, int],
-    count: Callable[[Mapping[str, int]], int],
-    limit: int,
-    liked: Mapping[str, Sequence[int]],
-) -> dict[str, int]:
-    """The same fraction of every hidden dimension that is not to stay whole, as large as the limit allows."""
-
-    def widths(fraction: float) -> dict[str, int]:
-        units, step = work.units, work.options.round_to
-        cut = {name: rounded(max(1, int(fraction * units[name])), units[name], step) for name in work.counts}
-        cut = {name: _wide_enough(liked, name, width) for name, width in cut.items()}
-        return {**cut, **whole}
-
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if count(widths(middle)) <= limit else (low, middle)
-    return widths(low)
 
 
 class _Judge:
@@ -301,7 +290,6 @@ class _Judge:
         self._dense: list[Any] = []
 
     def best(self, candidates: Sequence[dict[str, int]]) -> tuple[dict[str, int], float]:
-        """The candidate with the least divergence."""
         errors = [self.divergence(each) for each in candidates]
         return candidates[int(np.argmin(errors))], min(errors)
 
@@ -337,7 +325,6 @@ class _Pruned(nn.Module):
         self._edits = edits
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the pruned model returns."""
         batch = named or (inputs[0] if len(inputs) == 1 else inputs)
         return Runner(self._work.graphs.of(batch), batch, self._work.tensors, self._edits).output()
 

@@ -148,23 +148,19 @@ class Problem:
         self._known: dict[Place, int] = {}
 
     def widths(self, place: Place) -> dict[str, int]:
-        """Width by name."""
         chosen = zip(self.names, self.options, place, strict=True)
         return {name: int(option.widths[k]) for name, option, k in chosen}
 
     def count(self, place: Place) -> int:
-        """The cost of the network at this place."""
         if place not in self._known:
             self._known[place] = self._count(self.widths(place))
         return self._known[place]
 
     @property
     def counted(self) -> int:
-        """Calls of `count` so far."""
         return len(self._known)
 
     def error(self, place: Place) -> float:
-        """Sum of the predicted errors."""
         return float(sum(option.errors[k] for option, k in zip(self.options, place, strict=True)))
 
     def slack(self, place: Place) -> int:

@@ -67,7 +67,6 @@ class Curves:
     order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def kept(self, name: str, width: int) -> tuple[int, ...]:
-        """The units that stay at a width."""
         return tuple(sorted(self.order[name][:width]))
 
 

@@ -138,7 +138,6 @@ class Latency(Budget):
     model: LatencyModel | None = field(default=None, repr=False, compare=False)  # `prune` measures it
 
     def __post_init__(self) -> None:
-        """Validate the limit and how it is measured."""
         both = "pass a fraction of the dense time such as Latency(0.5), or Latency(milliseconds=12)"
         given = self.amount if self.milliseconds is None else self.milliseconds
         if (self.amount is None) == (self.milliseconds is None):
@@ -163,7 +162,6 @@ class Latency(Budget):
 
     @property
     def runtime_name(self) -> str:
-        """The runtime in words."""
         return self.runtime if isinstance(self.runtime, str) else getattr(self.runtime, "__name__", "custom")
 
     def seconds(self, dense: float) -> float:
@@ -171,7 +169,6 @@ class Latency(Budget):
         return 1e-3 * self.milliseconds if self.milliseconds is not None else float(self.amount) * dense
 
     def limit(self, cost: Cost) -> int:
-        """The limit in nanoseconds."""
         return round(1e9 * self.seconds(self._measured.dense))
 
     def check(self, cost: Cost, least: int) -> None:
@@ -185,7 +182,6 @@ class Latency(Budget):
             )
 
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
-        """Predicted nanoseconds of one call."""
         return round(1e9 * self._measured.seconds(widths))
 
     def choices(self, name: str, units: int, step: int | None) -> Sequence[int]:

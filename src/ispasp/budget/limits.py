@@ -72,7 +72,6 @@ class Budget:
         return None
 
     def _dense(self, cost: Cost) -> int:
-        """The dense network's count."""
         return int(getattr(cost, f"dense_{self.what}"))
 
 

@@ -206,18 +206,11 @@ def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge
     # ten rows per column, if there is less than one: rows of one image or text resemble each other
     wanted = math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
     note = {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
-    return Refit(
-        fit.before,
-        fit.after,
-        _size(s, b0),
-        note if fit.used else "not compensated: no better fit",
-        unseen,
-        wanted,
-        data.examples,
-        rows,
-        _edits(site.number, data, fit, cuts, where) if fit.used else Edits(),
-        owner(where.weight) if fit.used and where.into == "new bias" else "",
-    )
+    found = Refit(fit.before, fit.after, _size(s, b0), note, unseen, wanted, data.examples, rows)
+    if not fit.used:
+        return replace(found, note="not compensated: no better fit")
+    gained = owner(where.weight) if where.into == "new bias" else ""
+    return replace(found, edits=_edits(site.number, data, fit, cuts, where), gained=gained)
 
 
 def _size(s: Sums, b0: Tensor) -> float:

@@ -33,7 +33,6 @@ class Sums:
         return Sums(*(a + b for a, b in zip(self.tensors().values(), other.tensors().values(), strict=True)))
 
     def outputs(self, every: int) -> Sums:
-        """Sums of every `every`-th output."""
         return replace(self, t=self.t[:, ::every], tx=self.tx[:, ::every], tt=self.tt[:, ::every])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -53,7 +52,6 @@ class Halves:
 
     @property
     def whole(self) -> Sums:
-        """Sums of all examples."""
         return self.first + self.second
 
 

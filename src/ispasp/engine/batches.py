@@ -196,7 +196,6 @@ class Labels:
         return f"batches are {what}: the model gets the inputs only" if self.length else "batches have no labels"
 
     def without(self, batch: Batch) -> Batch:
-        """The inputs of a batch, without its labels."""
         if self.names:
             return {name: value for name, value in batch.items() if name not in self.names}
         if self.length:

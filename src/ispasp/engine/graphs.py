@@ -28,7 +28,6 @@ class TracedGraph:
 
     @classmethod
     def of(cls, analysis: Analysis) -> TracedGraph:
-        """The graph that was analysed."""
         return cls(analysis.trace, {number: c.node for number, c in enumerate(analysis.tracker.contractions)})
 
     @cached_property
@@ -38,7 +37,6 @@ class TracedGraph:
 
     @cached_property
     def sources(self) -> dict[fx.Node, Source]:
-        """The source of each placeholder."""
         return {node: self.trace.sources[node.name] for node in self.trace.graph.find_nodes(op="placeholder")}
 
     @cached_property
@@ -48,7 +46,6 @@ class TracedGraph:
 
     @cached_property
     def order(self) -> dict[fx.Node, int]:
-        """Position of every executed node."""
         return {node: k for k, node in enumerate(self.nodes)}
 
     @cached_property
@@ -137,7 +134,6 @@ class TracedGraphs:
 
     @property
     def every(self) -> list[TracedGraph]:
-        """The graphs of all kinds."""
         return [self.first, *(graph for _, graph in self.kinds)]
 
     def _add(self, batch: Batch, graph: TracedGraph) -> None:

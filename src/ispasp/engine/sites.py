@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +38,6 @@ class Site:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Hidden dimensions that are read here."""
         return frozenset(name for _, extent in self.extents for name in names_in(extent))
 
     def cuts(self, kept: Kept) -> list[Cut]:
@@ -50,7 +49,6 @@ class Site:
         ]
 
     def activations(self, arguments: Arguments) -> Tensor:
-        """The argument that holds activations."""
         found: Tensor = self.contraction.data.get(arguments)
         return found
 
@@ -106,13 +104,11 @@ class Site:
             H = product.arrange(x)
             if not H.numel():  # an expert that got no token
                 H = H.new_zeros(1, *H.shape[1:])
-            consumer = self._scaled(product.consumer, outputs)
+            consumer = product.consumer
+            if outputs is not None and len(outputs) == consumer.outputs:
+                scaled = partial(replace, consumer, scale=outputs)
+                consumer = self._cached("scaled", [consumer.weight, outputs], scaled)
             yield H, {name: self._for_units(name, product, consumer, x) for name in names}
-
-    def _scaled(self, consumer: Consumer, factor: Tensor | None) -> Consumer:
-        if factor is None or len(factor) != consumer.outputs:
-            return consumer
-        return self._cached("scaled", [consumer.weight, factor], lambda: replace(consumer, scale=factor))
 
     def _for_units(self, name: str, product: Form, consumer: Consumer, x: Tensor) -> Consumer:
         """The consumer with the unit of each of its channels."""
@@ -260,7 +256,6 @@ class Tally:
         self._sums: dict[tuple[int | None, Hashable], Rows] = {}
 
     def add(self, key: Hashable, rows: Rows, batch: int) -> None:
-        """Add the readings of one batch."""
         parts = [(batch * self._ranks + self._rank) % self._parts] if self._parts else []
         for at in ((part, key) for part in (None, *parts)):
             known = self._sums.get(at)

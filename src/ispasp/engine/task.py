@@ -36,23 +36,15 @@ def checked_loss(value: Any) -> Tensor:
 
 
 def sensitivities(
-    sites: Sequence[Site],
-    units: Mapping[str, int],
-    graphs: TracedGraphs,
-    tensors: Mapping[str, Tensor],
-    edits: Edits,
-    pair: Pair,
-    loss: Loss,
+    sites: Sequence[Site], units: Mapping[str, int], runner: Runner, batch: Any, loss: Loss
 ) -> dict[tuple[int, str], Sensitivity]:
     """Sensitivities of one batch, for each site and hidden dimension it reads, by one backward pass.
 
-    For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is the mean over the batch.
+    For every example |sum over the unit of H dL/dH|, L the example's own loss: `loss` is the mean over the batch. The
+    runner probes what the sites read.
     """
-    runner = Runner(
-        graphs.of(pair[0]), pair[0], tensors, edits, probed={site.number: site.contraction.data for site in sites}
-    )
     found = {}
-    for site, gradient in zip(sites, _gradients(sites, runner, pair, loss), strict=True):
+    for site, gradient in zip(sites, _gradients(sites, runner, batch, loss), strict=True):
         x = runner.probes[site.number].value
         for name in site.names:
             found[site.number, name] = _by_unit(x.double() * gradient * len(x), site.units_of(name, x), units[name])
@@ -65,7 +57,7 @@ def fishers(
     """Squared gradients at the outputs of each site in the dense network, of one batch, by one backward pass."""
     runner = Runner(graphs.of(batch), batch, tensors, Edits(), probed={site.number: None for site in sites})
     examples, found = count_examples(batch), {}
-    for site, gradient in zip(sites, _gradients(sites, runner, (batch, batch), loss), strict=True):
+    for site, gradient in zip(sites, _gradients(sites, runner, batch, loss), strict=True):
         real, squares = real_rows(gradient, runner.padding), (gradient * examples).square()
         squares = squares if real is None else squares[real]  # padding tokens do not count
         products = site.forms(runner.probes[site.number].given)
@@ -81,10 +73,10 @@ def _fisher(outputs: int, squares: Tensor, channel: int | None, examples: int) -
     return Fisher(squares.movedim(channel, 0).flatten(1).sum(1), examples)
 
 
-def _gradients(sites: Sequence[Site], runner: Runner, pair: Pair, loss: Loss) -> list[Tensor]:
+def _gradients(sites: Sequence[Site], runner: Runner, batch: Any, loss: Loss) -> list[Tensor]:
     """Gradients of the loss, a mean over examples, for what the runner probes at each site."""
     with torch.enable_grad():
-        value = checked_loss(loss(runner.output(), pair[1]))
+        value = checked_loss(loss(runner.output(), batch))
         if not value.requires_grad:
             raise InputError("loss(output, batch) does not depend on the model's output: compute it from `output`")
         probes = [runner.probes[site.number] for site in sites]

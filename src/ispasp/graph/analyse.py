@@ -54,7 +54,6 @@ class Analysis:
 
     @property
     def walks(self) -> tuple[Tracker, ...]:
-        """Every walk that shares these axes."""
         return (self.tracker, *self.others, *([self.training] if self.training else []))
 
     def naming(self, chosen: Iterable[Found]) -> Analysis:
@@ -299,7 +298,6 @@ class CostModel:
     folded: tuple[tuple[int, frozenset[str]], ...] = ()  # parameters that go with the first unit of these dimensions
 
     def params(self, kept: Kept) -> int:
-        """Number of parameters that stay."""
         extra = sum(count for count, names in self.folded if not names & set(kept))
         return _total(self.parameters, kept) + extra
 

@@ -34,7 +34,6 @@ class Operand:
     index: int | None = None
 
     def get(self, given: Arguments) -> Any:
-        """The value of the argument."""
         return given[self.name] if self.index is None else given[self.name][self.index]
 
     def put(self, given: Arguments, value: Any) -> Arguments:

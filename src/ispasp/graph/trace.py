@@ -152,7 +152,6 @@ class Trace:
 
     @property
     def graph(self) -> fx.Graph:
-        """The ATen graph."""
         return self.module.graph
 
     @property
@@ -185,18 +184,13 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind.name)
         sources[spec.arg.name] = Source(kind, str(spec.target)) if kind else Source("input", spec.arg.name)
-    _check_writes(model, program.graph, sources)
-    return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
-
-
-def _check_writes(model: nn.Module, graph: fx.Graph, sources: Mapping[str, Source]) -> None:
-    """Raise if the forward changes parameters: they are not copied, so they could not be restored."""
-    for node in writes(graph):
+    for node in writes(program.graph):  # parameters are not copied, so they could not be restored
         if node.op == "placeholder" and sources[node.name].kind == "parameter":
             raise TraceError(
                 f"the forward of {type(model).__name__} writes into its parameter {sources[node.name].name!r}: "
                 "compute the new value instead of changing it in place"
             )
+    return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
 
 
 def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -55,7 +55,6 @@ class Value:
         return self
 
     def with_axes(self, axes: Iterable[Axis]) -> Value:
-        """The same value with other axes."""
         return Value(tuple(axes), self.parameters)
 
     def with_axis(self, dim: int, *axis: Axis) -> Value:
@@ -64,7 +63,6 @@ class Value:
         return self.with_axes((*self.axes[:dim], *axis, *self.axes[dim + 1 :]))
 
     def without(self, dim: int) -> Value:
-        """The same value without one dimension."""
         return self.with_axis(dim)
 
 
@@ -200,11 +198,9 @@ class Tracker:
 
     # What rules use ---------------------------------------------------------------------------------------------
     def unite(self, node: fx.Node, x: Axis, y: Axis) -> Axis:
-        """Make two axes lose the same positions."""
         return unite(x, y, Reason("cannot be matched with the axis it meets", node.name))
 
     def freeze(self, node: fx.Node, value: Value, dims: Iterable[int], why: str) -> None:
-        """Freeze some dimensions of a value."""
         for dim in dims:
             freeze(value.axes[dim], Reason(why, node.name))
 

@@ -71,7 +71,6 @@ class Wanda(Scored):
     needs = ("spread",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """Sum over consumers and channels of ||W_c||_1 ||H_c||_2."""
         sums = by_channel_sums(statistics, Spread, 3)
         return sum_over_layers(((A, _weights(A).abs().sum(1) * t[2].sqrt()) for A, t in sums), statistics.units)
 
@@ -100,7 +99,6 @@ class FLAP(Scored):
     needs = ("spread",)
 
     def score(self, statistics: Statistics) -> Tensor:
-        """Sum over consumers and channels of Var(H_c) ||W_c||^2."""
         scores = []
         for A, (count, total, squares) in by_channel_sums(statistics, Spread, 3):
             variance = (squares - total.square() / count).clamp(min=0.0) / (count - 1).clamp(min=1.0)

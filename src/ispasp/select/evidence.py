@@ -150,7 +150,6 @@ class Evidence:
         return self._energy
 
     def step(self, kept: Sequence[int]) -> Step:
-        """The residuals if only `kept` stay."""
         n = self.statistics.units
         if not all(0 <= unit < n for unit in kept):
             raise InputError(f"kept={tuple(kept)}: pass unit indices from 0 to {n - 1}")

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ispasp.select.base import Found, Search, option, register, whole
+from ispasp.select.base import Found, register
 from ispasp.select.evidence import Evidence, required
-from ispasp.select.obs import OBS, ridge_option
+from ispasp.select.obs import OBS
 from ispasp.types import Fisher, Reading
 
 
 @register
 @dataclass(frozen=True)
-class FisherOBS(Search):
+class FisherOBS(OBS):
     """`OBS`, where the squared error of each output counts by the Fisher information of the model's predictions.
 
     Singh, Alistarh (2020), WoodFisher, for the Fisher information in optimal brain surgeon; Martens, Grosse (2015),
@@ -46,9 +46,6 @@ class FisherOBS(Search):
     name = "obs-fisher"
     needs = ("gram", "fisher")
 
-    ridge: float = ridge_option()
-    swaps: int = option(0, whole(0), "an integer >= 0, the exchanges to try after the removals")
-
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """The search of `OBS` for consumers whose outputs are scaled by the roots of f."""
         statistics = evidence.statistics
@@ -61,7 +58,7 @@ class FisherOBS(Search):
             pairs = zip(statistics.readings, f, strict=True)
             readings = tuple(_weighed(reading, each / largest) for reading, each in pairs)
             evidence = Evidence(replace(statistics, readings=readings))
-        return OBS(self.ridge, self.swaps).search(evidence, widths)
+        return super().search(evidence, widths)
 
 
 def _weighed(reading: Reading, f: Tensor) -> Reading:

@@ -52,7 +52,6 @@ class GFSConvex(Search):
         return [Found([sorted(descending(self._weights(E, width))[:width].tolist())]) for width in widths]
 
     def factors(self, statistics: Statistics, kept: Sequence[int]) -> tuple[float, ...]:
-        """n a_i of the kept units."""
         E = Evidence(statistics).energy(self.name)
         return tuple((len(E) * self._weights(E, len(kept)))[list(kept)].tolist())
 
@@ -85,7 +84,8 @@ def imitations(E: Tensor, free: int) -> Iterator[Tensor]:
                 return
             i, g, _ = _best(n, E, rows, a, Ea, outside)
         a, Ea = (1 - g) * a, (1 - g) * Ea + g * E[i]
-        a[i] = _weight(float(a[i]) + g, new=step >= free)
+        least = torch.finfo(torch.float64).eps  # a new unit is there, even if it does not help; else it is dropped
+        a[i] = a[i] + g if a[i] + g > least else least * (step >= free)
         step += 1
         yield a[:n].clone()
 
@@ -102,9 +102,3 @@ def _best(n: int, E: Tensor, rows: Tensor, a: Tensor, Ea: Tensor, among: Tensor)
     i = smallest(change, among, n * float(rows.abs().max()))
     floor = torch.finfo(a.dtype).eps * n * float(rows.abs().max())
     return i, float(g[i]), -float(change[i]) if -float(change[i]) > floor else 0.0
-
-
-def _weight(a: float, *, new: bool) -> float:
-    """Exactly 0 for a unit that is dropped; a new one is there, even if it does not help."""
-    least = torch.finfo(torch.float64).eps
-    return a if a > least else (least if new else 0.0)

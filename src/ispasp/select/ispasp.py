@@ -57,7 +57,6 @@ class ISpaSP(Selector):
 
     @property
     def parts(self) -> int:
-        """A mini-batch for every iteration."""
         return self.iterations if self.minibatches else 0
 
     def select(self, statistics: Statistics, keep: float | int) -> Selection:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ class OBS(Search):
     """
 
     name = "obs"
-    needs = ("gram",)
+    needs: ClassVar[tuple[str, ...]] = ("gram",)
 
     ridge: float = ridge_option()
     swaps: int = option(0, whole(0), "an integer >= 0, the exchanges to try after the removals")

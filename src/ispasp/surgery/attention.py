@@ -55,7 +55,6 @@ class SlimMultiheadAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def reset_parameters(self) -> None:
-        """Draw new weights as `nn.MultiheadAttention` does."""
         W, b = self.in_proj_weight, self.in_proj_bias
         for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if W is None else (W,):
             nn.init.xavier_uniform_(weight)

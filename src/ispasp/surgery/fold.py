@@ -91,7 +91,6 @@ class Folding:
                 )
 
     def lost(self, path: str) -> int:
-        """Number of parameters that folding saves."""
         if path not in self._replaced:
             return 0
         old, new = self._replaced[path]
@@ -177,7 +176,6 @@ def _watched(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[T
 
 
 def _probes(module: Any) -> list[Tensor]:
-    """Random inputs of several sizes."""
     like = next(p for p in module.parameters() if p.is_floating_point())
     if isinstance(module, nn.Linear):
         shapes = [(3, module.in_features), (2, 5, module.in_features)]

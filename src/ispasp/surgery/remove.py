@@ -121,7 +121,13 @@ def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Opt
             small = _cut(tensor, layout, plan)
             done[id(tensor)] = tensor, _rescaled(name, small, scales[name]) if name in scales else small
             if isinstance(tensor, nn.Parameter):
-                _set_parameter(tensor, done[id(tensor)][1], layout, plan, undo, optimizer)
+                shape, grad = tensor.shape, tensor.grad
+                set_data(tensor, done[id(tensor)][1], None if grad is None else _cut(grad, layout, plan), undo)
+                state = {} if optimizer is None else optimizer.state.get(tensor, {})
+                for key, value in list(state.items()):
+                    if isinstance(value, Tensor) and value.shape == shape and value.ndim:
+                        undo.callback(operator.setitem, state, key, value)
+                        state[key] = _cut(value, layout, plan)
         if not isinstance(tensor, nn.Parameter):
             undo.callback(operator.setitem, module._buffers, leaf, module._buffers[leaf])
             module._buffers[leaf] = done[id(tensor)][1]
@@ -199,23 +205,6 @@ def kept_part(name: str, value: Tensor, plan: Plan) -> Tensor:
     """Cut a dense tensor to the plan."""
     layout = plan.structure.tensors.get(name)
     return value if layout is None else _cut(value, layout, plan)
-
-
-def _set_parameter(
-    parameter: nn.Parameter,
-    small: Tensor,
-    layout: TensorLayout,
-    plan: Plan,
-    undo: Undo,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    shape, grad = parameter.shape, parameter.grad
-    set_data(parameter, small, None if grad is None else _cut(grad, layout, plan), undo)
-    state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    for key, value in list(state.items()):
-        if isinstance(value, Tensor) and value.shape == shape and value.ndim:
-            undo.callback(operator.setitem, state, key, value)
-            state[key] = _cut(value, layout, plan)
 
 
 def set_data(tensor: Tensor, data: Tensor, grad: Tensor | None, undo: Undo) -> None:

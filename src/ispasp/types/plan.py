@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ispasp.errors import PlanError
@@ -142,13 +143,8 @@ def _spans(units: Sequence[int] | None, most: int = 24) -> str:
     """
     if not units:
         return "all" if units is None else "none"
-    parts: list[list[int]] = []
-    for unit in units:
-        if parts and parts[-1][-1] == unit - 1:
-            parts[-1] = [parts[-1][0], unit]
-        else:
-            parts.append([unit])
-    text = " ".join("-".join(map(str, part)) for part in parts)
+    runs = ([unit for _, unit in run] for _, run in groupby(enumerate(units), lambda pair: pair[1] - pair[0]))
+    text = " ".join("-".join(map(str, sorted({run[0], run[-1]}))) for run in runs)
     return text if len(text) <= most else text[: most + 1].rsplit(" ", 1)[0] + "..."
 
 

@@ -246,23 +246,19 @@ class Reading:
         object.__setattr__(self, "statistics", MappingProxyType(found))
 
     def get(self, kind: type[S]) -> S | None:
-        """The statistic of this class, or None."""
         found = self.statistics.get(kind.name)
         return found if isinstance(found, kind) else None
 
     @property
     def moment(self) -> Moment | None:
-        """Sums of H."""
         return self.get(Moment)
 
     @property
     def magnitude(self) -> Magnitude | None:
-        """Sums of |H|."""
         return self.get(Magnitude)
 
     @property
     def gram(self) -> Gram | None:
-        """Sums of X X^T."""
         return self.get(Gram)
 
     def __add__(self, other: Reading) -> Reading:
@@ -346,7 +342,6 @@ class Selection:
 
     @property
     def iterations(self) -> int:
-        """Number of iterations run."""
         return len(self.steps)
 
     @property

@@ -196,7 +196,6 @@ def _matmul(t: Tracker, node: fx.Node, **operands: Value) -> Value:
 
 @rule("addmm.default baddbmm.default addbmm.default")
 def _addmm(t: Tracker, node: fx.Node, x: Value, **operands: Any) -> Value:
-    """x + a b."""
     product = _matmul(t, node, **{name: value for name, value in operands.items() if isinstance(value, Value)})
     return broadcast(t, node, [product, Value(x.axes)])
 
