@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from ispasp.errors import InputError
-from ispasp.graph.state import unwrapped
+from ispasp.graph.state import succeeds, unwrapped
 from ispasp.graph.trace import Batch, evaluating, run_and_restore
 
 InputOf = Callable[[Any], Batch]
@@ -272,13 +272,8 @@ def runs(model: nn.Module, batch: Batch, labels: Labels = _NONE) -> bool:
     """Whether the model runs without the labels, on two and on three examples, or on the batch where it is small."""
     size = count_examples(batch)
     few = [first_of(batch, number) for number in _TRIALS if number < size and is_rows(batch, size)]
-    try:
-        with evaluating(model):
-            for part in few or [batch]:
-                run_and_restore(model, labels.without(part))
-    except Exception:  # a model may raise anything; the real run will show it
-        return False
-    return True
+    with evaluating(model):  # the real run will show the error
+        return succeeds(lambda: [run_and_restore(model, labels.without(part)) for part in few or [batch]])
 
 
 # Examples, which are the rows of a batch ---------------------------------------------------------------------------

@@ -24,6 +24,16 @@ from torch.nn.modules import module as torch_module
 
 from ispasp.errors import InputError
 
+
+def succeeds(call: Callable[[], Any]) -> bool:
+    """Whether a call returns. Models may raise anything."""
+    try:
+        call()
+    except Exception:
+        return False
+    return True
+
+
 # The process --------------------------------------------------------------------------------------------------------
 _turn = threading.RLock()
 

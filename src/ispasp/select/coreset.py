@@ -22,7 +22,7 @@ from ispasp.select.base import (
     sum_over_layers,
 )
 from ispasp.select.evidence import columns
-from ispasp.types import Consumer, Reading, Statistic, Statistics, register_statistic
+from ispasp.types import Consumer, Statistic, Statistics, register_statistic
 from ispasp.types.consumer import patches
 
 _POSITIONS = 256  # of a batch: outputs that count
@@ -190,15 +190,12 @@ class PFP(_Drawn):
 
     def score(self, statistics: Statistics) -> Tensor:
         """The largest over consumers of the sum over a unit's channels."""
-        parts = [
-            sum_by_unit(_taken(reading, number).largest(), reading.consumer.unit_of(), statistics.units)
-            for number, reading in enumerate(statistics.readings)
-        ]
+        parts = []
+        for k, reading in enumerate(statistics.readings):
+            found = reading.get(Contribution)
+            if found is None or not found.maxima:
+                raise InputError(
+                    f"consumer {k} has no contribution: take it with measure(consumer, H, ['contribution'])"
+                )
+            parts.append(sum_by_unit(found.largest(), reading.consumer.unit_of(), statistics.units))
         return torch.stack(parts).amax(0)
-
-
-def _taken(reading: Reading, number: int) -> Contribution:
-    found = reading.get(Contribution)
-    if found is None or not found.maxima:
-        raise InputError(f"consumer {number} has no contribution: take it with measure(consumer, H, ['contribution'])")
-    return found

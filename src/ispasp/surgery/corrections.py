@@ -14,7 +14,7 @@ from itertools import combinations, islice, takewhile
 import torch
 from torch import nn
 
-from ispasp.graph.state import state_kept, uninterrupted
+from ispasp.graph.state import state_kept, succeeds, uninterrupted
 from ispasp.surgery.remove import numbers, put_back, write_number
 from ispasp.surgery.verify import Failure, Frame
 from ispasp.types.dimension import Attribute, Extent, Kept, Structure, full_length, kept_length, names_in
@@ -28,11 +28,7 @@ _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends 
 def runs(frame: Frame) -> bool:
     """Whether a module runs if it is called again."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), state_kept(frame.module):
-        try:
-            frame.module(*frame.args, **frame.kwargs)
-        except Exception:
-            return False
-    return True
+        return succeeds(lambda: frame.module(*frame.args, **frame.kwargs))
 
 
 def search(failure: Failure, structure: Structure, kept: Kept) -> tuple[Attribute, ...]:

@@ -8,7 +8,7 @@ gives the same outputs and can be pruned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -128,11 +128,9 @@ def folded(module: nn.Module) -> nn.Module | None:
     base = _base(module)
     if base is None or not _computes(module) or "forward" in vars(module):
         return None
-    try:
-        with evaluating(module):
-            return _folded(module, base)
-    except Exception:  # a forward may raise anything
-        return None
+    with suppress(Exception), evaluating(module):  # a forward may raise anything
+        return _folded(module, base)
+    return None
 
 
 def _folded(module: Any, base: type[nn.Module]) -> nn.Module | None:

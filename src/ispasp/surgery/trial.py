@@ -21,7 +21,7 @@ from ispasp.engine.graphs import TracedGraph, TracedGraphs, same_path
 from ispasp.engine.sites import sites
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.analyse import Analysis, cost_model
-from ispasp.graph.state import state_kept
+from ispasp.graph.state import state_kept, succeeds
 from ispasp.graph.trace import Batch, Trace, call_arguments, evaluating, run_and_restore
 from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
 from ispasp.surgery.remove import removed
@@ -347,12 +347,8 @@ def cached_tokens(model: nn.Module, batch: Batch) -> int:
 
 
 def _trains(model: nn.Module, batch: Batch) -> bool:
-    try:
-        with evaluating(model, training=True), torch.random.fork_rng(devices=[]):
-            run_and_restore(model, batch)
-    except Exception:
-        return False
-    return True
+    with evaluating(model, training=True), torch.random.fork_rng(devices=[]):
+        return succeeds(lambda: run_and_restore(model, batch))
 
 
 def _bisect(kept: Kept, wrong: Callable[[Kept], bool]) -> list[str]:
