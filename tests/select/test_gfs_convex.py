@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import ispasp
 from ispasp.engine import measure
 from ispasp.select import GFSConvex, GFSLocal
-from ispasp.select.gfs_convex import imitations
+from ispasp.select.gfs import imitations
 from ispasp.types import LinearConsumer, Statistics
 
 

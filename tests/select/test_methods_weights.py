@@ -26,7 +26,7 @@ from ispasp.select import (
     selector,
     sum_by_unit,
 )
-from ispasp.select.fpgm import _summed_distances
+from ispasp.select.norm import _summed_distances
 from ispasp.types import ConvConsumer, LinearConsumer, Producer, Reading, Selection, Sensitivity, Statistics
 
 A = LinearConsumer(torch.eye(4))

@@ -263,15 +263,12 @@ class Tally:
 
     def statistics(self, units: int, keys: Sequence[Hashable]) -> Statistics:
         """The sums under these keys. Parts that got no batch of this rank hold no data."""
-        whole = [self._sums[None, key] for key in keys]
-        parts = []
-        for part in range(self._parts):
-            rows = [
-                self._sums.get((part, key)) or tuple(Reading(row.consumer) for row in known)
-                for key, known in zip(keys, whole, strict=True)
-            ]
-            parts.append(Statistics(units, tuple(reading for some in rows for reading in some)))
-        return Statistics(units, tuple(reading for some in whole for reading in some), parts=tuple(parts))
+        empty = {key: tuple(Reading(row.consumer) for row in self._sums[None, key]) for key in keys}
+
+        def rows(part: int | None) -> Rows:
+            return tuple(reading for key in keys for reading in self._sums.get((part, key), empty[key]))
+
+        return Statistics(units, rows(None), parts=tuple(Statistics(units, rows(part)) for part in range(self._parts)))
 
 
 # Producers ------------------------------------------------------------------------------------------------------

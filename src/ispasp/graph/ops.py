@@ -134,10 +134,7 @@ def _convolution(a: Arguments, data: Operand) -> Sequence[Form]:
     axes = W.ndim - 2
 
     def each_axis(values: Any) -> Any:
-        if isinstance(values, str):
-            return values
-        given = [values] if isinstance(values, int) else list(values)
-        return tuple(given * axes if len(given) == 1 else given)
+        return values if isinstance(values, str) else tuple(values) * (axes if len(values) == 1 else 1)
 
     def batched(x: Tensor) -> Tensor:
         return x if x.ndim == axes + 2 else x[None]

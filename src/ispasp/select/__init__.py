@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ispasp.engine import measure as measure
 from ispasp.select.activations import FLAP as FLAP
 from ispasp.select.activations import Spread as Spread
+from ispasp.select.activations import Taylor as Taylor
 from ispasp.select.activations import TopK as TopK
 from ispasp.select.activations import Wanda as Wanda
 from ispasp.select.base import METHODS
@@ -27,24 +28,23 @@ from ispasp.select.base import selector as selector
 from ispasp.select.base import sum_by_unit as sum_by_unit
 from ispasp.select.coreset import PFP as PFP
 from ispasp.select.coreset import Coreset as Coreset
-from ispasp.select.cosamp import CoSaMP as CoSaMP
 from ispasp.select.evidence import Evidence as Evidence
 from ispasp.select.evidence import energy as energy
-from ispasp.select.fisher import FisherOBS as FisherOBS
-from ispasp.select.fpgm import FPGM as FPGM
 from ispasp.select.gfs import GFS as GFS
+from ispasp.select.gfs import GFSConvex as GFSConvex
 from ispasp.select.gfs import GFSLocal as GFSLocal
-from ispasp.select.gfs_convex import GFSConvex as GFSConvex
 from ispasp.select.ispasp import ISpaSP as ISpaSP
 from ispasp.select.ispasp import i_spasp as i_spasp
 from ispasp.select.lasso import Lasso as Lasso
+from ispasp.select.norm import FPGM as FPGM
 from ispasp.select.norm import L1 as L1
 from ispasp.select.norm import L2 as L2
 from ispasp.select.norm import Slimming as Slimming
 from ispasp.select.obs import OBS as OBS
+from ispasp.select.obs import FisherOBS as FisherOBS
+from ispasp.select.pursuit import CoSaMP as CoSaMP
+from ispasp.select.pursuit import SubspacePursuit as SubspacePursuit
 from ispasp.select.random import Random as Random
-from ispasp.select.sp import SubspacePursuit as SubspacePursuit
-from ispasp.select.taylor import Taylor as Taylor
 from ispasp.select.thinet import ThiNet as ThiNet
 from ispasp.select.units import select_units as select_units
 from ispasp.types import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Scores of activations: Top-K (their magnitude), Wanda and FLAP (their norm and variance, times the weights)."""
+"""Scores of activations: Top-K (their magnitude), Wanda and FLAP (norm and variance, times the weights), Taylor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ispasp.select.base import Scored, register, sum_over_layers
-from ispasp.select.evidence import by_channel_sums, columns
-from ispasp.types import Consumer, Magnitude, Statistics, Total, by_channel, register_statistic
+from ispasp.select.evidence import by_channel_sums, columns, required
+from ispasp.types import Consumer, Magnitude, Sensitivity, Statistics, Total, by_channel, register_statistic
 
 
 @register
@@ -104,6 +104,33 @@ class FLAP(Scored):
             variance = (squares - total.square() / count).clamp(min=0.0) / (count - 1).clamp(min=1.0)
             scores.append((A, variance * _weights(A).square().sum(1)))
         return sum_over_layers(scores, statistics.units)
+
+
+@register
+@dataclass(frozen=True)
+class Taylor(Scored):
+    """Score = sum over examples of |sum over the unit's channels and positions of H dL/dH|.
+
+    Molchanov, Tyree, Karras, Aila, Kautz (2017), Pruning Convolutional Neural Networks for Resource Efficient
+    Inference; for attention heads Michel, Levy, Neubig (2019), Are Sixteen Heads Really Better than One? Needs
+    sensitivities, that is a loss and a backward pass at calibration; costs n after it.
+
+    Where we leave the papers: several consumers add the absolute values measured at each. Scores are divided by
+    their l2 norm in each layer, as in both papers, only where it matters: with `order="global"` in `ispasp.prune`.
+
+    >>> from ispasp.types import LinearConsumer, Reading
+    >>> reading = Reading(LinearConsumer(torch.eye(3)), Sensitivity(torch.tensor([0.2, 0.0, 0.7]), 10))
+    >>> Taylor().select(Statistics(3, (reading,)), keep=1).kept
+    (2,)
+    """
+
+    name = "taylor"
+    needs = ("sensitivity",)
+
+    def score(self, statistics: Statistics) -> Tensor:
+        rows = enumerate(statistics.readings)
+        taken = [required(reading, Sensitivity, number, (statistics.units,)).total for number, reading in rows]
+        return torch.stack(taken).double().sum(0)
 
 
 def _weights(consumer: Consumer) -> Tensor:

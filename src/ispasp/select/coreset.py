@@ -89,7 +89,7 @@ class Coreset(_Drawn):
     Where we leave the paper: other activations count as if they were a ReLU, a BatchNorm after the producer does not
     count, and units with several rows, taps or consumers have their squares added up.
 
-    >>> from ispasp.types import LinearConsumer, Producer
+    >>> from ispasp.types import LinearConsumer, Producer, Reading
     >>> A, made = LinearConsumer(torch.tensor([[1.0, 3.0, 0.1]])), Producer(torch.tensor([[4.0], [1.0], [9.0]]))
     >>> Coreset().select(Statistics(3, (Reading(A),), (made,)), keep=1).scores   # 4 x 1, 1 x 3, 9 x 0.1
     (4.0, 3.0, 0.9...)
