@@ -378,7 +378,6 @@ def _plan(work: Work, done: Decisions) -> tuple[Plan, Expected]:
 
 
 def _apply(work: Work, done: Decisions, plan: Plan, undo: Undo) -> None:
-    """Write the refitted weights, then cut."""
     for name, value in done.edits.tensors.items():
         tensor = work.tensors[name]
         new = torch.empty_like(tensor).copy_(value)  # in the same memory format

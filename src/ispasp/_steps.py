@@ -99,7 +99,6 @@ class Work:
         return [site for site in self.sites if name in site.names]
 
     def slot(self, site: Site) -> Slot:
-        """Where the new weights of a site are stored."""
         found = slot(site, self.graphs, self.model, self.tensors)
         adds = self.options.adds_biases and (bool(site.names) or self.options.bias == "add")
         keeps = found.into == "new bias" and not adds
@@ -339,7 +338,6 @@ def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> R
 
 
 def _refit(work: Work, site: Site, data: Gathered, done: Decisions, where: Slot) -> Refit:
-    """Add the sums of all ranks, and refit."""
     first, second = (Sums(**work.team.sum_tensors(s.tensors())) for s in (data.sums.first, data.sums.second))
     total = replace(data, sums=Halves(first, second), examples=work.team.total(data.examples))
     return refit(site, total, done.edits.cuts.get(site.number, ()), where, ridge=work.options.ridge)

@@ -97,14 +97,12 @@ class Survey(Printed):
             Column("name", "hidden dimension", shorten=True),
             Column("kind", "kind"),
             Column("units", "units", "{:,}".format),
-            Column("channels", "channels", drop=3),
+            *([] if all(row["channels"] == 1 for row in rows) else [Column("channels", "channels", drop=3)]),
             Column("producers", "made by", _short, drop=4),
             Column("consumers", "read by", _short, drop=2),
             Column("parameters", "params/unit", "{:,}".format),
             Column("macs", "MACs/unit", "{:,}".format),
         ]
-        if all(row["channels"] == 1 for row in rows):
-            columns = [column for column in columns if column.key != "channels"]
         facts = [
             ("parameters", f"{cost.dense_params:,}"),
             ("MACs", f"{cost.dense_macs:,} for one example"),
@@ -264,7 +262,6 @@ def _with_corrections(structure: Structure, found: Sequence[Attribute], refused:
 
 
 def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
-    """The hidden dimensions that a layer reads or makes."""
     layouts = [structure.tensors[n] for leaf in ("weight", "bias") if (n := f"{path}.{leaf}") in structure.tensors]
     return frozenset(name for layout in layouts for extent in layout.axes.values() for name in names_in(extent))
 

@@ -54,10 +54,7 @@ def sample_of(batch: Batch, examples: int) -> Batch:
 
 
 def error_curves(work: Work, batch: Batch) -> Curves:
-    """Predicted error at the consumers against kept units, compensation counted in where there is one.
-
-    What the method would choose at each width, and what that choice loses, is measured on one batch.
-    """
+    """Error at the consumers against kept units, predicted from one batch, compensation counted in if there is one."""
     energies = work.team.sum_tensors(_energies(work, batch))
     found = measure_all(work, [batch])
     curves, orders = dict[str, Curve](), dict[str, Tensor]()
@@ -304,7 +301,6 @@ class _Judge:
         return walk(work, self._fitted, given).edits
 
     def divergence(self, widths: Mapping[str, int]) -> float:
-        """Prune on the sample, and compare outputs."""
         work, edits = self._work, self._edits(widths)
         with work.team.together("the divergence of a candidate"):
             self._dense = self._dense or [self._output(batch, Edits()) for batch in self._judged]

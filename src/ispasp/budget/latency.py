@@ -55,11 +55,7 @@ class LatencyModel:
         """Raise the times of lengths that `low` divides and `high` does not, until `widths` take so many seconds."""
 
         def raised(factor: float) -> LatencyModel:
-            def slower(times: NDArray[np.float64]) -> NDArray[np.float64]:
-                power = _power(np.arange(len(times)))
-                return np.where((power >= low) & (power < high), factor * times, times)
-
-            terms = (tuple((extent, slower(times)) for extent, times in term) for term in self.terms)
+            terms = (tuple((e, _slowed(times, factor, low, high)) for e, times in term) for term in self.terms)
             return replace(self, terms=tuple(terms))
 
         factors = [1.0, _SLOWEST]
@@ -100,17 +96,21 @@ def interpolated(grid: Mapping[int, float], probes: Mapping[int, float], length:
     """
     lengths = sorted(grid)
     times = np.minimum.accumulate([grid[n] for n in reversed(lengths)])[::-1]
-    at = np.arange(length + 1)
-    seconds = np.interp(at, [0, *lengths], [0.0, *times])
+    seconds = np.interp(np.arange(length + 1), [0, *lengths], [0.0, *times])
     slower: dict[int, float] = {}
     for n in sorted(probes, key=_power, reverse=True):
         ratio = probes[n] / max(float(seconds[n]), 1e-12)
         slower[_power(n)] = max([ratio if ratio > 1.0 + _NOISE else 1.0, *slower.values()])
-    powers = _power(at)
     for power in sorted(slower, reverse=True):
         next_power = min((p for p in slower if p > power), default=max(slower) + 1)
-        seconds = np.where((powers >= power) & (powers < next_power), seconds * slower[power], seconds)
+        seconds = _slowed(seconds, slower[power], power, next_power)
     return np.asarray(seconds, dtype=np.float64)
+
+
+def _slowed(times: NDArray[np.float64], factor: float, low: int, high: int) -> NDArray[np.float64]:
+    """The times by length, multiplied where the power of two that divides the length is in low..high - 1."""
+    power = _power(np.arange(len(times)))
+    return np.where((power >= low) & (power < high), factor * times, times)
 
 
 def _power(n: Any) -> Any:

@@ -35,8 +35,7 @@ _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot correc
 class Slot:
     """Names of the tensors that take the weight and the shift; `why_not` says why there is none.
 
-    The shift goes into the layer's bias, else into the mean of a BatchNorm right after it, else into a bias that the
-    module gains.
+    The shift goes into the layer's bias, else the mean of a BatchNorm after it, else a bias that the module gains.
     """
 
     weight: str = ""
@@ -300,7 +299,6 @@ def _with_skip(T: Tensor, runner: Runner, number: int) -> Tensor:
 
 
 def _edits(number: int, data: Gathered, fit: Fit, cuts: Sequence[Cut], where: Slot) -> Edits:
-    """The new weight and shift, where the slot stores them."""
     consumer, dtype = data.form.consumer, data.form.consumer.weight.dtype
     whole = consumer.grouped_weight().clone()  # (g, O/g, C/g, *kernel)
     _, kept = _narrow(consumer, cuts)
@@ -316,7 +314,6 @@ def _edits(number: int, data: Gathered, fit: Fit, cuts: Sequence[Cut], where: Sl
 
 
 def _restored(form: Form, weight: Tensor) -> Tensor:
-    """A grouped weight as the op's own argument."""
     assert form.restore is not None  # noqa: S101  # a slot was found
     return form.restore(form.consumer.ungrouped(weight)).contiguous()
 

@@ -32,7 +32,6 @@ class TracedGraph:
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
-        """The executed nodes, in order."""
         return [node for node in self.trace.graph.nodes if node.op != "placeholder"]
 
     @cached_property
@@ -82,7 +81,6 @@ class TracedGraph:
         return writes(self.trace.graph)
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> Values:
-        """Values of all placeholders that are not inputs."""
         return {
             node: (self.trace.constants if source.kind == "constant" else tensors)[source.name]
             for node, source in self.sources.items()

@@ -120,7 +120,6 @@ class Runner:
         return result
 
     def output(self) -> Any:
-        """Run to the end; returns what the model returns."""
         return pytree.tree_unflatten(list(self.advance()), self.graph.trace.output)
 
     def branch(self, edits: Edits) -> Runner:

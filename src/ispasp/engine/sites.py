@@ -111,8 +111,6 @@ class Site:
             yield H, {name: self._for_units(name, product, consumer, x) for name in names}
 
     def _for_units(self, name: str, product: Form, consumer: Consumer, x: Tensor) -> Consumer:
-        """The consumer with the unit of each of its channels."""
-
         def make() -> Consumer:
             units = product.arrange(self.units_of(name, x))
             if not units.numel():  # no row to look at: the contracted dimension is the last

@@ -144,7 +144,6 @@ class TaskLoss:
         return torch.stack(terms).sum()
 
     def _start(self, number: int) -> Runner:
-        """The batch in front of the first consumer."""
         if number not in self._starts:
             batch = self.pairs[number][0]
             runner = Runner(self.graphs.of(batch), batch, self.tensors, self.edits)

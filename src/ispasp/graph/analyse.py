@@ -262,7 +262,6 @@ def _name(producer: str, kind: str, makers: list[Contraction]) -> str:
 
 
 def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[str, Reason]]:
-    """Layers whose outputs cannot lose units, and why."""
     rows: dict[tuple[str, str], Reason] = {}
     for contraction in tracker.contractions:
         reasons = [atom.frozen for axis in contraction.made for atom in atoms_of(axis)]

@@ -37,7 +37,6 @@ class Operand:
         return given[self.name] if self.index is None else given[self.name][self.index]
 
     def put(self, given: Arguments, value: Any) -> Arguments:
-        """The arguments with another value for this one."""
         if self.index is None:
             return {**given, self.name: value}
         items = [value if k == self.index else item for k, item in enumerate(given[self.name])]
@@ -165,7 +164,6 @@ def _matmul(a: Arguments, data: Operand) -> Sequence[Form]:
 
 
 def _factors(given: Arguments) -> list[str]:
-    """Names of the two arguments that an op multiplies."""
     return [name for name in given if name in ("self", "other", "mat1", "mat2", "vec")][-2:]
 
 

@@ -279,7 +279,6 @@ def _swap_attentions(model: nn.Module, plan: Plan, touched: Iterable[str], undo:
 
 
 def _correct_attributes(model: nn.Module, plan: Plan, swapped: list[nn.Module], undo: Undo) -> None:
-    """Write the numbers that forwards read."""
     for attribute in plan.structure.attributes:
         module = model.get_submodule(attribute.module)
         if not _loses(attribute.extent, plan) or any(module is new for new in swapped):

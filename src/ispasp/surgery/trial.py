@@ -59,15 +59,11 @@ def short_example(batch: Batch, rows: int) -> Batch:
 
 
 def traced_example(model: nn.Module, batch: Batch, analysis: Analysis) -> tuple[Batch, TracedGraph]:
-    """Choose what to try the model on, with its graph: one or two short examples, or the batch itself.
-
-    A short example must be less than half the batch, to be worth a trace of its own, and take the same path through the
-    model.
-    """
+    """Choose what to try the model on, with its graph: one or two short examples on the same path, or the batch."""
     for rows in () if _is_cheap(model, batch, analysis) else (1, 2):
         short = short_example(batch, rows)
         if 2 * sum(t.numel() for t in tensors_of(short)) >= sum(t.numel() for t in tensors_of(batch)):
-            break
+            break  # it would not be worth a trace of its own
         with suppress(InputError, TraceError):
             graph = TracedGraphs(model, analysis, batch, ()).of(short)
             if _ops(graph.trace) == _ops(analysis.trace):
@@ -256,7 +252,6 @@ class Trial:
         return outcome if isinstance(outcome, Failure) and not self._adopt(found, only) else None
 
     def _tensors(self, name: str, path: str = "") -> list[str]:
-        """The tensors of a module that hold units of a dimension."""
         return [
             tensor
             for tensor, layout in self.structure.tensors.items()

@@ -92,10 +92,7 @@ def watching(model: nn.Module, stack: list[Frame], after: Callable[[Frame, Any],
 def masked_output(
     analysis: Analysis, model: nn.Module, batch: Batch, kept: Kept, graph: TracedGraph | None = None
 ) -> list[Tensor]:
-    """Run the dense model with zeros for removed units at the input of every consumer.
-
-    `graph` is the graph of the batch, if it is not the analysed one.
-    """
+    """Run the dense model with zeros for removed units at every consumer; `graph` if it is not the analysed one."""
     edits = Edits({site.number: site.cuts(kept) for site in sites(analysis, kept)})
     with evaluating(model), seeded():
         graph = TracedGraph.of(analysis) if graph is None else graph

@@ -110,7 +110,6 @@ def _before(first: Kept, one: Structure, two: Structure, name: str) -> TensorLay
 
 
 def _axis(first: Kept, second: Kept, what: str, dense: Extent, pruned: Extent) -> Axis:
-    """Both cuts of one axis."""
     left, found = kept_length(dense, first), full_length(pruned)
     if left != found:
         raise PlanError(
