@@ -174,7 +174,10 @@ def perplexity(model: nn.Module, blocks: Sequence[Mapping[str, Tensor]]) -> floa
 
 _PLAIN = {"keep": SIZES, "macs": SIZES}
 _MATCHED = {"keep": SIZES, "matched": SIZES, "macs": SIZES}
-_CIFAR = "CIFAR-10, 1,280 unlabelled training images; healed on the same for 40 epochs with flips and crops; top-1 on test images"
+_CIFAR = (
+    "CIFAR-10, 1,280 unlabelled training images; healed on the same for 40 epochs with flips and crops; top-1 on test "
+    "images"
+)
 
 NETWORKS: Mapping[str, Network] = MappingProxyType({
     "resnet56": Network(
@@ -189,7 +192,8 @@ NETWORKS: Mapping[str, Network] = MappingProxyType({
     ),
     "mobilenet_v2": Network(
         _mobilenet, ("mobilenet_v2.pth", "imagenet-mini"),
-        "imagenet-mini, 1,000 unlabelled images; healed on the same for 20 epochs, the default, with flips; top-1 on the 1,000 others", 1000,
+        "imagenet-mini, 1,000 unlabelled images; healed on the same for 20 epochs, the default, with flips; "
+        "top-1 on the 1,000 others", 1000,
         {"recipe": (RECIPE_MACS,), "keep": SIZES, "matched": SIZES, "macs": (RECIPE_MACS, *SIZES)},
         (
             Target("the MACs of the 260 M recipe", ("recipe", "macs"), RECIPE_MACS, 65.5, 67.5),
@@ -198,14 +202,15 @@ NETWORKS: Mapping[str, Network] = MappingProxyType({
     ),
     "minilm": Network(
         _minilm, ("all-MiniLM-L6-v2", "nlp/stsb"),
-        "STS-B, 1,280 training sentences; healed on the same for 20 epochs, the default; Spearman of cosine similarities on test pairs", 1379,
+        "STS-B, 1,280 training sentences; healed on the same for 20 epochs, the default; "
+        "Spearman of cosine similarities on test pairs", 1379,
         _MATCHED, (Target("half of neurons and heads", ("keep", "matched"), 0.5, 0.79, 0.81),),
         score="Spearman", digits=4,
     ),
     "smollm2": Network(
         _smollm2, ("SmolLM2-135M", "nlp/wikitext2", "nlp/sst2"),
-        "WikiText-2, 32 blocks of 256 tokens of valid; healed on 256 of them for 3 epochs; perplexity of the first 16 blocks of 512 "
-        "tokens of test, and in brackets of as many tokens of SST-2", 16,
+        "WikiText-2, 32 blocks of 256 tokens of valid; healed on 256 of them for 3 epochs; perplexity of the first "
+        "16 blocks of 512 tokens of test, and in brackets of as many tokens of SST-2", 16,
         _MATCHED, (Target("three quarters of neurons and heads", ("keep", "matched"), 0.75, 60.0, 42.0),),
         score="perplexity", lower_is_better=True,
     ),
