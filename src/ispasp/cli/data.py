@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ispasp.cli.huggingface import quiet_hub, tokenizer
-from ispasp.cli.loaded import Examples, Loaded, Preprocessing, numbered, pictures, runs
+from ispasp.cli.loaded import Examples, Labels, Loaded, Preprocessing, numbered, pictures, runs
 from ispasp.cli.options import Sample, Wanted
 from ispasp.errors import InputError, failing_as, needed
 from ispasp.files import is_regular, memory
@@ -28,7 +28,7 @@ _IMAGE_COLUMNS, _LABEL_COLUMNS = ("image", "img"), ("label", "labels")
 def from_text(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     """The lines of a text file that are not empty."""
     lines = [line for line in _text_of(path).splitlines() if line.strip()]
-    return _tokenised([lines], None, f"{len(lines):,} lines of {path}", loaded, wanted)
+    return _tokenised([lines], f"{len(lines):,} lines of {path}", loaded, wanted)
 
 
 def from_table(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
@@ -43,8 +43,8 @@ def from_table(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
         raise InputError(f"--key {wanted.key}: pass one column of {path}, or two for pairs of texts")
     label = _column(path, header, wanted.labels, _LABEL_COLUMNS, "--labels")
     columns = [[row[header.index(key)] for row in rows] for key in keys]
-    labels, classes = numbered([row[header.index(label)].strip() for row in rows]) if label and rows else (None, ())
-    return _tokenised(columns, labels, f"{len(rows):,} rows of {path}", loaded, wanted, classes)
+    labels = numbered([row[header.index(label)].strip() for row in rows]) if label and rows else (None, ())
+    return _tokenised(columns, f"{len(rows):,} rows of {path}", loaded, wanted, labels)
 
 
 def from_dataset(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
@@ -65,12 +65,12 @@ def from_dataset(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
         raise InputError(f"column {label!r} of {where} does not hold class numbers: pass --labels, one that does")
     text, first = f"{len(rows):,} rows of {name}", rows[0][key]
     if isinstance(first, str):
-        return _tokenised([[str(line or "") for line in rows[key]]], labels, text, loaded, wanted)
+        return _tokenised([[str(line or "") for line in rows[key]]], text, loaded, wanted, (labels, ()))
     if not hasattr(first, "convert"):
         raise InputError(
             f"column {key!r} of {where} holds {type(first).__name__}: pass --key, a column of text or images"
         )
-    return pictures(len(rows), lambda i: rows[i][key].convert("RGB"), text, labels, loaded, wanted)
+    return pictures(len(rows), lambda i: rows[i][key].convert("RGB"), text, (labels, ()), loaded, wanted)
 
 
 def _column(where: object, columns: Sequence[str], given: str, usual: Sequence[str], flag: str, what: str = "") -> str:
@@ -84,12 +84,7 @@ def _column(where: object, columns: Sequence[str], given: str, usual: Sequence[s
 
 
 def _tokenised(
-    columns: Sequence[Sequence[str]],
-    labels: Tensor | None,
-    text: str,
-    loaded: Loaded,
-    wanted: Wanted,
-    classes: tuple[str, ...] = (),
+    columns: Sequence[Sequence[str]], text: str, loaded: Loaded, wanted: Wanted, labels: Labels = (None, ())
 ) -> Examples:
     """Tokenise one column of texts, or two of pairs, and sort by length: a batch is padded to its longest."""
     count = len(columns[0])
@@ -108,9 +103,10 @@ def _tokenised(
         batch = words.pad(rows, padding="max_length", max_length=longest, return_tensors="pt")
         return loaded.complete({name: value for name, value in batch.items() if name in loaded.parameters})
 
-    sorted_labels = None if labels is None else labels[torch.tensor(order)]
+    numbers, classes = labels
+    numbers = None if numbers is None else numbers[torch.tensor(order)]
     remedy = f"pass a smaller --length (now {limit} tokens), or other data"
-    return Examples(count, read, text, sorted_labels, tokenizer=words, classes=classes, remedy=remedy)
+    return Examples(count, read, text, numbers, classes, tokenizer=words, remedy=remedy)
 
 
 def _text_of(path: Path) -> str:
@@ -222,15 +218,14 @@ def from_images(folder: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     paths = sorted(_images(folder, set()))
     if not paths:
         raise InputError(f"no images in {folder}: pass a folder with .jpeg, .jpg, .png or similar files")
-    labels: Tensor | None = None
-    classes: tuple[str, ...] = ()
+    labels: Labels = None, ()
     tops = [parts[0] for path in paths if len(parts := path.relative_to(folder).parts) > 1]
     if len(tops) == len(paths):
         _check_no_splits(folder, sorted(set(tops)))
         among = [path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-        labels, classes = numbered(tops, among)
+        labels = numbered(tops, among)
     text = f"{len(paths):,} images in {folder}"
-    return pictures(len(paths), lambda i: _opened(paths[i]), text, labels, loaded, wanted, classes)
+    return pictures(len(paths), lambda i: _opened(paths[i]), text, labels, loaded, wanted)
 
 
 def _opened(path: Path) -> Any:

@@ -22,6 +22,7 @@ from ispasp.errors import InputError, failing_as
 from ispasp.graph.trace import evaluating, run
 from ispasp.types.plan import Plan
 
+Labels = tuple[Tensor | None, tuple[str, ...]]  # numbers of classes, and the names of these
 _LARGEST = 8192  # pixels of a side that a file may ask for
 _INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos")
 
@@ -187,9 +188,9 @@ class Examples:
     read: Callable[[Sequence[int]], Any]
     text: str
     labels: Tensor | None = None
+    classes: tuple[str, ...] = ()  # names of labels 0, 1, ...; empty if labels are the model's outputs
     warnings: tuple[str, ...] = ()
     tokenizer: Any = None  # of texts
-    classes: tuple[str, ...] = ()  # names of labels 0, 1, ...; empty if labels are the model's outputs
     remedy: str = "pass data as this model takes it"
     preprocessing: Preprocessing | None = None  # of images
 
@@ -227,7 +228,7 @@ def runs(loaded: Loaded, examples: Examples) -> Any:
         return run(loaded.model, batch)
 
 
-def numbered(names: Sequence[str], among: Sequence[str] = ()) -> tuple[Tensor, tuple[str, ...]]:
+def numbered(names: Sequence[str], among: Sequence[str] = ()) -> Labels:
     """Return the label of every example, and the class names in alphabetical order; none if names are numbers.
 
     `among` names classes that may have no example."""
@@ -239,13 +240,7 @@ def numbered(names: Sequence[str], among: Sequence[str] = ()) -> tuple[Tensor, t
 
 
 def pictures(
-    count: int,
-    picture: Callable[[int], Any],
-    text: str,
-    labels: Tensor | None,
-    loaded: Loaded,
-    wanted: Wanted,
-    classes: tuple[str, ...] = (),
+    count: int, picture: Callable[[int], Any], text: str, labels: Labels, loaded: Loaded, wanted: Wanted
 ) -> Examples:
     """Return examples made of RGB images of PIL, `picture(0)` to `picture(count - 1)`."""
     prepare = loaded.preprocessing.changed(wanted)
@@ -254,7 +249,7 @@ def pictures(
         return loaded.call(torch.stack([prepare.image(picture(int(i))) for i in numbers]))
 
     remedy = f"pass --size, the side of the images that it takes (now {prepare.size}), or other data"
-    return Examples(count, read, text, labels, classes=classes, remedy=remedy, preprocessing=prepare)
+    return Examples(count, read, text, *labels, remedy=remedy, preprocessing=prepare)
 
 
 def matched(examples: Examples, outputs: int, names: Sequence[str] = ()) -> Examples:
