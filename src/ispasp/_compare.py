@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from ispasp._evaluate import Evaluate, Judge, divergences, number
+from ispasp._evaluate import Evaluate, Judge, divergences, first_examples, number
 from ispasp._latency import LatencyResult, timed_pair
 from ispasp._prune import prune
 from ispasp.budget.latency import Latency, Runtime
-from ispasp.engine.batches import Replayed, batches_in, count_examples, first_of, inputs_in, tensors_of
+from ispasp.engine.batches import Replayed, batches_in, first_of, inputs_in, tensors_of
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
 from ispasp.files import write_page
@@ -33,7 +33,7 @@ from ispasp.select import methods as all_methods
 from ispasp.train.mimic import pair
 from ispasp.types.dimension import Cost, distinct
 
-_EXAMPLES, _WORST = 256, 8  # that are compared, and listed
+_WORST = 8  # examples that are listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +91,8 @@ class Versus(Printed):
         rows = [{"name": name, "error": error} for name, error in self.layers.items()]
         columns = [Column("name", "feature after", shorten=True), Column("error", "error", "{:.1%}".format)]
         worst = ", ".join(f"{n} ({e:.3g})" for n, e in self.worst.items())
-        told = [("worst examples (divergence)", [worst] * bool(worst)), ("no features", [self.note] * bool(self.note))]
-        told = [(heading, lines) for heading, lines in [*told, ("advice", self.latency.advice())] if lines]
+        told = [("worst examples (divergence)", [worst]), ("no features", [self.note] * bool(self.note))]
+        told.append(("advice", self.latency.advice()))
         return Sheet(f"{self.model}: dense and pruned", facts, columns, rows, told)
 
 
@@ -121,7 +121,7 @@ def compare(
         check_model(each)
     how = Latency(1.0, batch=batch, runtime=runtime, repeats=repeats)  # checks them
     with one_at_a_time(), plain(dense) as a, plain(pruned) as b, evaluating(a), evaluating(b):
-        taken = _taken(a, batches)
+        taken = first_examples(inputs_in(batches, a))
         outputs = [_pair(a, b, each) for each in taken]
         spread = [d for x, (y, z) in zip(taken, outputs, strict=True) for d in divergences(z, y, x)]
         agreement = Judge(a, taken, taken[0]).agreement(b, Team())
@@ -143,17 +143,6 @@ def compare(
         layers,
         note,
     )
-
-
-def _taken(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
-    """The inputs of the first examples."""
-    found, left = list[Any](), _EXAMPLES
-    for batch in inputs_in(batches, model):
-        found.append(first_of(batch, left))
-        left -= count_examples(batch)
-        if left <= 0:
-            break
-    return found
 
 
 def _pair(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -225,7 +214,7 @@ class Comparison(Printed):
         columns = [*_COLUMNS, *(Column(name, name, number) for name in self.scores), _SECONDS]
         columns = [c for c in columns if any(row[c.key] is not None for row in rows)]
         failed = told((f"{row['method']}, keep={row['keep']}", row["failure"]) for row in rows if row["failure"])
-        return Sheet(f"{self.model}: methods compared", (), columns, rows, [("failed", failed)] if failed else ())
+        return Sheet(f"{self.model}: methods compared", (), columns, rows, [("failed", failed)])
 
 
 def compare_methods(
@@ -270,7 +259,9 @@ def compare_methods(
             scoring = _scoring(evaluate, before) if evaluate else None
             result = prune(model, given, amount, method=method, evaluate=scoring, progress=False, **options)
             if len(rows) == len(failures):  # the first that works knows the dense model as well
-                rows.insert(0, _dense(result))
+                counts = {"params": result.cost.dense_params, "macs": result.cost.dense_macs}
+                scores = result.scores.before if result.scores else {}
+                rows.insert(0, {"method": "dense", "keep": 1.0, **counts, "scores": scores})
             row |= _measured(result)
         except Exception as error:  # compare the others
             row["failure"] = f"{type(error).__name__}: {error}"
@@ -319,12 +310,6 @@ def _measured(result: Result) -> dict[str, Any]:
         "difference": agreement.difference if agreement else None,
         "scores": result.scores.after if result.scores else {},
     }
-
-
-def _dense(result: Result) -> dict[str, Any]:
-    scores = result.scores.before if result.scores else {}
-    counts = {"params": result.cost.dense_params, "macs": result.cost.dense_macs}
-    return {"method": "dense", "keep": 1.0, **counts, "scores": scores}
 
 
 def _mean(errors: Iterable[float | None]) -> float | None:

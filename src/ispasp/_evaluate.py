@@ -92,18 +92,25 @@ def number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
+def first_examples(batches: Iterable[Batch]) -> list[Batch]:
+    """The first 256 examples of some batches."""
+    found, left = list[Batch](), _EXAMPLES
+    for batch in batches:
+        found.append(first_of(batch, left))
+        left -= count_examples(batch)
+        if left <= 0:
+            break
+    return found
+
+
 class Judge:
     """The dense model's predictions on some batches, to compare the pruned model's with."""
 
     def __init__(self, model: nn.Module, held: Sequence[Batch], first: Batch) -> None:
         """Run the dense model on at most 256 held-out examples, or on the first batch if none are held out."""
         self._held_out = bool(held)
-        self._batches: list[Batch] = []
-        self.examples = 0
-        for batch in held or [first]:
-            if self.examples < _EXAMPLES:
-                self._batches.append(first_of(batch, _EXAMPLES - self.examples))
-                self.examples += count_examples(self._batches[-1])
+        self._batches = first_examples(held or [first])
+        self.examples = sum(map(count_examples, self._batches))
         remedy = "pass batches that the model takes, or hold_out=False"
         with failing_as(InputError, "the model does not run on a held-out batch", remedy):
             self._dense = self._predictions(model)

@@ -11,18 +11,29 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ispasp._apply import apply_
 from ispasp._keep import Recipe as PruningRecipe
-from ispasp._soft import SoftUnits, soft_units
+from ispasp._keep import widths
+from ispasp._survey import Survey, survey
 from ispasp.engine.batches import batches_in, first_in
+from ispasp.engine.sites import units_along
 from ispasp.engine.team import joined_team
 from ispasp.errors import InputError
+from ispasp.graph.analyse import owner
+from ispasp.graph.state import plain
+from ispasp.graph.trace import evaluating
 from ispasp.report import Column, render
+from ispasp.select import sum_by_unit
+from ispasp.select.evidence import descending
+from ispasp.surgery.remove import tensor_of
 from ispasp.train.devices import need_accelerate
-from ispasp.train.loop import Run, train
+from ispasp.train.loop import NO_SCORE, Run, train
 from ispasp.train.objective import Batch, Loss, Objective, Teacher, inputs_for, loss_of
 from ispasp.train.recipe import Recipe, Sgd, Soft
+from ispasp.types.dimension import Extent, kept_mask, names_in
 from ispasp.types.plan import Plan
 
 _SGD = Sgd()
@@ -135,7 +146,7 @@ def finetune(
         if teacher is not None and teacher.model is model:
             raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
         objective = Objective(loss_of(loss), input_of or inputs_for(model), label_smoothing, teacher)
-        units = _soft_units(soft, model, loader, objective)
+        units = None if soft is None else _soft_units(soft, model, objective.input_of(first_in(loader)))
         facts = {
             "label_smoothing": label_smoothing,
             "own_loss": loss is not None,
@@ -149,14 +160,6 @@ def finetune(
     losses, resumed, scores = train(run, model, loader)
     plan = None if units is None else units.remove_(model)
     return FinetuneResult(model, recipe, epochs, len(losses), losses, resumed, scores, plan)
-
-
-def _soft_units(soft: Soft | None, model: nn.Module, loader: Iterable[Batch], objective: Objective) -> SoftUnits | None:
-    if soft is None:
-        return None
-    if not isinstance(soft, Soft):
-        raise InputError(f"soft is a {type(soft).__name__}: pass ispasp.train.Soft(keep=0.7)")
-    return soft_units(soft, model, objective.input_of(first_in(loader)))
 
 
 def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int) -> None:
@@ -195,3 +198,79 @@ def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
             "no checkpoint"
         )
     return loader
+
+
+# Soft filter pruning ------------------------------------------------------------------------------------------
+def _soft_units(soft: Soft, model: nn.Module, batch: Batch) -> _SoftUnits:
+    """Find the hidden dimensions that shrink."""
+    if not isinstance(soft, Soft):
+        raise InputError(f"soft is a {type(soft).__name__}: pass ispasp.train.Soft(keep=0.7)")
+    found = survey(model, batch)
+    skip = (soft.skip,) if isinstance(soft.skip, str) else soft.skip
+    counts = dict(widths(found.dimensions, soft.keep, skip).counts)
+    if not counts:
+        raise InputError(f"{soft} removes nothing: pass a smaller keep, or skip less")
+    structure = found.plan(counts).structure
+    makers = {path for d in found.dimensions if d.name in counts for path in d.producers}
+    computed = {*structure.folded, *(owner(norm.v) for norm in structure.weight_norms)} & makers
+    if computed:
+        raise InputError(
+            f"{min(computed)!r} computes its weight (weight_norm, spectral_norm), so its units cannot be set to zero: "
+            "remove the parametrization, or skip what it makes"
+        )
+    return _SoftUnits(found, counts, batch, float(soft.norm))
+
+
+@dataclass(frozen=True, eq=False)
+class _SoftUnits:
+    """The hidden dimensions that shrink: `counts[name]` of their units stay."""
+
+    survey: Survey
+    counts: dict[str, int]
+    batch: Batch
+    norm: float
+
+    @torch.no_grad()
+    def zero_(self, model: nn.Module) -> Plan:
+        """Set the units of smallest norm to zero. Returns the plan that removes them."""
+        with plain(model) as inner:
+            made = {name: self._made(inner, name) for name in self.counts}
+            kept = {name: self._largest(name, parts) for name, parts in made.items()}
+            for name, parts in made.items():
+                for rows, extent in parts:
+                    rows[~kept_mask(extent, {name: kept[name]}).to(rows.device)] = 0
+        return self.survey.plan(kept)
+
+    def remove_(self, model: nn.Module) -> Plan:
+        """Remove the units of smallest norm: those that are zero."""
+        plan = self.zero_(model)
+        with evaluating(model):
+            apply_(model, plan, self.batch, checked_by=self.survey)
+        return plan
+
+    def after_epoch(self, evaluate: Callable[[nn.Module], Any] | None) -> Callable[[nn.Module], Any]:
+        """Zero the units, then evaluate."""
+
+        def step(model: nn.Module) -> Any:
+            self.zero_(model)
+            return NO_SCORE if evaluate is None else evaluate(model)
+
+        return step
+
+    def _made(self, model: nn.Module, name: str) -> list[tuple[Tensor, Extent]]:
+        """The weights that make a hidden dimension, as views whose first axis holds it, and the extent of that axis."""
+        producers = next(d.producers for d in self.survey.dimensions if d.name == name)
+        return [
+            (tensor_of(model, tensor).detach().movedim(axis, 0), extent)
+            for tensor, layout in self.survey.structure.tensors.items()
+            for axis, extent in layout.axes.items()
+            if (owner(tensor) or tensor) in producers and len(layout.shape) > 1 and name in names_in(extent)
+        ]
+
+    def _largest(self, name: str, parts: list[tuple[Tensor, Extent]]) -> tuple[int, ...]:
+        units = self.survey.structure.units[name]
+        score = torch.zeros(units, dtype=torch.float64, device="cpu")
+        for rows, extent in parts:
+            powers = rows.double().abs().pow(self.norm).flatten(1).sum(1)
+            score += sum_by_unit(powers.cpu(), units_along(extent, name), units)
+        return tuple(sorted(descending(score)[: self.counts[name]].tolist()))

@@ -25,7 +25,7 @@ from ispasp.graph.trace import named_tensors
 from ispasp.surgery.corrections import parts_of
 from ispasp.surgery.remove import numbers
 from ispasp.surgery.verify import Frame, output_of, relative_error, watching
-from ispasp.types.dimension import Extent, full_length, kept_length
+from ispasp.types.dimension import full_length, kept_length
 from ispasp.types.plan import Plan
 
 CODE = "modeling_pruned.py"
@@ -330,7 +330,8 @@ def _moves(config: Config, plan: Plan, within: str = "") -> Iterator[_Move]:
     """Yields a new value for every field that equals a dense size, is not set, or switches a bias off."""
     parts = [*parts_of(within, plan.structure, plan.kept)]
     sizes = {(full_length(part), kept_length(part, plan.kept)) for part in parts}
-    heads = {n for part in parts if len(part) == 1 and len(part[0]) > 1 for n in _rest(part)}
+    products = [part[0] for part in parts if len(part) == 1 and len(part[0]) > 1]
+    heads = {segment[-1][1] for segment in products if segment[-1][0] is None}  # the size follows the units
     for path, value in _fields(config):
         if value is False and "bias" in str(path[-1]):
             yield _Move(path, True)
@@ -349,12 +350,6 @@ def _together(one: _Move, other: _Move) -> bool:
     """Whether two fields may have to change at once: numbers of heads that are equal, or one whose size derives."""
     same = one.old is not None and (one.old, one.value) == (other.old, other.value)
     return one.path != other.path and (same or _PIN in (one.path[-1], other.path[-1]))
-
-
-def _rest(part: Extent) -> set[int]:
-    """The size of a head: what follows the units in a product."""
-    (segment,) = part
-    return {segment[-1][1]} if segment[-1][0] is None else set()
 
 
 def _at(config: Any, path: Path_) -> Any:

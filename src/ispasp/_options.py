@@ -115,40 +115,28 @@ class Options:
     def _checks(self) -> list[tuple[str, bool, str]]:
         """Option, whether its value is valid, what to pass instead."""
         some = self.examples in ("auto", None) or whole(self.examples)
-        dense = self.refit == "all" and self.compensate == "dense"
-
-        def callback(value: object) -> bool:
-            return value is None or callable(value)
-
-        trains = callback(self.finetune_between)
+        refit = self.refit in ("auto", "consumers") or (self.refit == "all" and self.compensate == "dense")
+        ridge, fast = self.ridge == "auto" or positive(self.ridge), isinstance(self.keep, Latency)
+        functions = (self.loss, self.evaluate, self.finetune_between)
+        loss, evaluate, trains = (each is None or callable(each) for each in functions)
+        wanted: Any = self.search
+        search = wanted >= 0 if is_integer(wanted) else width_search(wanted) is not None
         return [
             ("compensate", self.compensate in (None, "local", "dense"), "choose None, 'local' or 'dense'"),
             ("order", self.order in get_args(Order), "choose 'sequential' (as the paper), 'oneshot' or 'global'"),
-            (
-                "refit",
-                self.refit in ("auto", "consumers") or dense,
-                "choose 'consumers', or 'all' with compensate='dense'",
-            ),
+            ("refit", refit, "choose 'consumers', or 'all' with compensate='dense'"),
             ("bias", self.bias in get_args(Bias), "choose 'add', 'keep' or 'auto'"),
             ("uniform", isinstance(self.uniform, bool), "pass True or False"),
-            (
-                "uniform",
-                not (self.uniform and isinstance(self.keep, Latency)),
-                "Latency chooses widths by what is fast",
-            ),
+            ("uniform", not (self.uniform and fast), "Latency chooses widths by what is fast"),
             ("round_to", self.round_to is None or whole(self.round_to), "pass a whole number such as 8, or None"),
             ("examples", some, "pass a number of examples, None for all, or 'auto'"),
-            (
-                "ridge",
-                self.ridge == "auto" or positive(self.ridge),
-                f"pass a positive number such as {RIDGE}, or 'auto'",
-            ),
+            ("ridge", ridge, f"pass a positive number such as {RIDGE}, or 'auto'"),
             ("memory", self.memory is None or positive(self.memory), "pass a number of bytes, or None for no limit"),
             ("timeout", positive(self.timeout), "pass seconds, such as 600"),
-            ("search", _searches(self.search), "pass a number of candidates to try, 0 for none, or a search by name"),
+            ("search", search, "pass a number of candidates to try, 0 for none, or a search by name"),
             ("least", is_integer(self.least) and self.least >= 0, "pass a number of units, 0 to let whole branches go"),
-            ("loss", callback(self.loss), "pass a function, loss=lambda output, batch: ..."),
-            ("evaluate", callback(self.evaluate), "pass a function of the model, evaluate=lambda model: ..."),
+            ("loss", loss, "pass a function, loss=lambda output, batch: ..."),
+            ("evaluate", evaluate, "pass a function of the model, evaluate=lambda model: ..."),
             ("hold_out", isinstance(self.hold_out, bool), "pass True or False"),
             ("heal", isinstance(self.heal, (bool, Heal, NoneType)), "pass True, or ispasp.Heal(...)"),
             ("finetune_between", trains, "pass a function of the model, lambda model: ispasp.finetune(model, loader)"),
@@ -174,9 +162,8 @@ class Options:
     def described(self) -> dict[str, Any]:
         """The settings and software versions, as JSON values."""
         named = "compensate order scope search least round_to recalibrate memory ridge refit bias uniform hold_out"
-        plain = {
-            name: int(v) if is_integer(v := getattr(self, name)) else v for name in named.split()
-        }  # numpy's numbers too
+        values = {name: getattr(self, name) for name in named.split()}
+        plain = {name: int(v) if is_integer(v) else v for name, v in values.items()}  # numpy's numbers too
         if callable(self.search):
             plain["search"] = str(self.search)
         lists = {"kinds": list(self.kinds), "skip": [str(each) for each in self.skip]}
@@ -207,10 +194,6 @@ def options_for(model: nn.Module, given: Mapping[str, Any]) -> Options:
 def positive(value: object) -> bool:
     """Whether a value is a finite number above 0."""
     return isinstance(value, Real) and 0 < float(value) < math.inf
-
-
-def _searches(value: Any) -> bool:
-    return value >= 0 if is_integer(value) else width_search(value) is not None
 
 
 def whole(value: object) -> bool:

@@ -35,7 +35,6 @@ from ispasp.budget import Budget, Latency
 from ispasp.budget.search import WidthSearch
 from ispasp.engine.batches import InputOf, Limit, signature
 from ispasp.engine.graphs import TracedGraphs
-from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.task import Loss
 from ispasp.engine.team import SAME_OPTIONS, Team, alike, graphs_alike, team, weights_alike
 from ispasp.errors import InputError, SurgeryError, TraceError
@@ -306,7 +305,7 @@ def _must_stay(work: Work) -> dict[str, str]:
 
 def _unread(work: Work) -> dict[str, str]:
     """Hidden dimensions read by an op without a linear form, with the reason."""
-    runner = Runner(work.graphs.of(work.example), work.example, work.tensors, Edits())
+    runner = work.runner(work.example)
     found: dict[str, str] = {}
     for site in work.sites:
         node = site.contraction.node

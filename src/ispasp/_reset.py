@@ -54,22 +54,19 @@ def reset_(
 
 
 def _initialise(model: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
-    """Children first, as constructors do; then what the class of the model says about all of them."""
-    for module in _children_first(model):
+    """By the modules' own methods, then by what the class of the model says about all of them, then by `init`."""
+
+    def draw(module: nn.Module) -> None:
         for name in ("reset_parameters", "_reset_parameters"):
             if callable(getattr(module, name, None)):
                 getattr(module, name)()
                 break
+
+    model.apply(draw)  # children first, as constructors do
     for module in _outermost(model, "init_weights"):
         module.init_weights()
     if init is not None:
         model.apply(init)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
 
 
 def _outermost(module: nn.Module, method: str) -> Iterator[Any]:

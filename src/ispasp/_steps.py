@@ -91,6 +91,10 @@ class Work:
     def needs(self) -> set[str]:
         return set(self.selector.needs) & set(measurable())
 
+    def runner(self, batch: Batch, edits: Edits | None = None) -> Runner:
+        """The network with these edits, about to run a batch."""
+        return Runner(self.graphs.of(batch), batch, self.tensors, edits or Edits())
+
     def keeping(self, counts: Mapping[str, int]) -> Work:
         """The same work with other widths; what calibration cannot follow stays whole."""
         return replace(self, counts={name: n for name, n in counts.items() if name not in self.unread})
@@ -228,7 +232,7 @@ def measure_all(work: Work, batches: Iterable[Batch]) -> dict[str, Statistics]:
 
 def stops(work: Work, batch: Batch) -> Iterator[tuple[Site, Runner]]:
     """Run a batch through the dense network; yields in front of each site."""
-    runner = Runner(work.graphs.of(batch), batch, work.tensors, Edits())
+    runner = work.runner(batch)
     for site in work.sites:
         runner.advance(runner.graph.contractions[site.number])
         yield site, runner

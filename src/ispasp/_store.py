@@ -131,12 +131,11 @@ def save(
         _check_ours(folder, overwrite)
         with workspace(folder) as fresh:
             opening = _write(inner, plan, fresh, example)
-            if opening is not None:
+            if _of_huggingface(inner):
                 _write_beside(inner, plan, opening, given, fresh, folder)
             _publish(fresh, folder)
     saved = SavedFolder(folder)
-    saved.way, call = ("ispasp", "ispasp.load(folder, model)") if opening is None else (opening.way, str(opening))
-    saved.note = f"opens with {call}" if opening is None else call
+    saved.way, saved.note = opening.way, str(opening)
     return saved
 
 
@@ -266,9 +265,13 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _write(model: nn.Module, plan: Plan, folder: Path, example: Any) -> Opening | None:
-    """Write everything into a fresh folder. Returns how a Hugging Face model opens."""
-    texts, opening = {PLAN: plan.to_json()}, None
+def _of_huggingface(model: nn.Module) -> bool:
+    return hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained")
+
+
+def _write(model: nn.Module, plan: Plan, folder: Path, example: Any) -> Opening:
+    """Write everything into a fresh folder. Returns how it opens."""
+    texts, opening = {PLAN: plan.to_json()}, Opening("ispasp", call="ispasp.load(folder, model)")
     tensors, ties, unsaved = _tensors(model)
 
     def write(way: Opening) -> Path:
@@ -280,13 +283,13 @@ def _write(model: nn.Module, plan: Plan, folder: Path, example: Any) -> Opening 
         write_tensors(folder / WEIGHTS, every, metadata(texts, ties, unsaved, every, way.config, way.zeros))
         return folder
 
-    if hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "save_pretrained"):
+    if _of_huggingface(model):
         config = _write_configs(model, plan, folder)
         configs = (name for name in (CONFIG, GENERATION) if (folder / name).exists())
         texts |= {name: (folder / name).read_text(encoding="utf-8") for name in configs}
         opening = openings(model, plan, config, write, example)
-    if opening is None or opening.way == "ispasp":
-        write(opening or Opening("ispasp"))
+    if opening.way == "ispasp":
+        write(opening)
     with opened(folder / WEIGHTS):
         pass  # never publish a file that safetensors cannot read, such as one with too large a header
     return opening

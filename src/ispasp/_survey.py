@@ -109,7 +109,7 @@ class Survey(Printed):
             ("can shrink", f"{len(rows):,} hidden dimensions of {sum(d.units for d in self.dimensions):,} units"),
         ]
         frozen = told(((row.name, row.reason) for row in self.frozen), {row.name: row.node for row in self.frozen})
-        return Sheet(self.structure.model, facts, columns, rows, [("frozen", frozen)] if frozen else ())
+        return Sheet(self.structure.model, facts, columns, rows, [("frozen", frozen)])
 
 
 def _short(names: str) -> str:

@@ -93,8 +93,7 @@ def output_curves(work: Work, found: Curves, batch: Batch) -> Curves:
     fractions = _WIDTHS if blocks <= _MANY else _WIDTHS[:1]
     points: dict[str, list[tuple[int, float]]] = {name: [] for name in work.counts}
     with work.team.together("the divergences of the output"):
-        dense = Runner(work.graphs.of(batch), batch, work.tensors, Edits()).output()
-        runner = Runner(work.graphs.of(batch), batch, work.tensors, Edits())
+        dense, runner = work.runner(batch).output(), work.runner(batch)
         for name in track(_in_order(work), "measuring", len(work.counts), show=work.options.progress):
             runner.advance(runner.graph.contractions[work.sites_of(name)[0].number])
             for width in _measured(work, name, fractions):
@@ -279,8 +278,7 @@ class _Judge:
     """
 
     def __init__(self, work: Work, found: Curves, examples: int, batches: int) -> None:
-        self._work = work
-        self._found = found
+        self._work, self._found = work, found
         self._fitted = [first_of(each, examples) for each in islice(work.inputs.again(), batches)]
         held = [first_of(each, examples) for each in work.inputs.held_out()]
         self._judged = held or self._fitted
@@ -303,13 +301,10 @@ class _Judge:
     def divergence(self, widths: Mapping[str, int]) -> float:
         work, edits = self._work, self._edits(widths)
         with work.team.together("the divergence of a candidate"):
-            self._dense = self._dense or [self._output(batch, Edits()) for batch in self._judged]
+            self._dense = self._dense or [work.runner(batch).output() for batch in self._judged]
             pairs = zip(self._judged, self._dense, strict=True)
-            mine = sum(divergence(self._output(batch, edits), dense, batch) for batch, dense in pairs)
+            mine = sum(divergence(work.runner(batch, edits).output(), dense, batch) for batch, dense in pairs)
         return float(work.team.total(mine)) / (work.team.size * len(self._judged))
-
-    def _output(self, batch: Batch, edits: Edits) -> Any:
-        return Runner(self._work.graphs.of(batch), batch, self._work.tensors, edits).output()
 
 
 class _Pruned(nn.Module):
@@ -317,12 +312,11 @@ class _Pruned(nn.Module):
 
     def __init__(self, work: Work, edits: Edits) -> None:
         super().__init__()
-        self._work = work
-        self._edits = edits
+        self._work, self._edits = work, edits
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         batch = named or (inputs[0] if len(inputs) == 1 else inputs)
-        return Runner(self._work.graphs.of(batch), batch, self._work.tensors, self._edits).output()
+        return self._work.runner(batch, self._edits).output()
 
 
 def _new_biases(work: Work) -> list[Extent]:

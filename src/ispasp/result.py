@@ -154,11 +154,13 @@ class Result(Printed):
 
     def to_json(self) -> str:
         """Everything but the model's weights, as JSON text."""
+        named = asdict(self.scores).items() if self.scores else ()
+        finite = {when: {name: v if math.isfinite(v) else None for name, v in row.items()} for when, row in named}
         record = {
             "format": "ispasp-result",
             "version": 1,
             "settings": dict(self.settings),
-            "scores": _without_nan(asdict(self.scores)) if self.scores else None,
+            "scores": finite or None,
             "agreement": asdict(self.agreement) if self.agreement else None,
             "healed": self.healed.record() if self.healed else None,
             "latency": asdict(self.latency) if self.latency else None,
@@ -207,7 +209,7 @@ class Result(Printed):
     def _remarks(self) -> list[tuple[str, list[str]]]:
         notes = (note.partition(": ") for layer in self.layers for note in layer.notes)  # of consumers, by name
         frozen = [(row.name, row.reason) for row in self.frozen]
-        found = [
+        return [
             ("advice", list(self.advice)),
             ("notes", told((name, text) for name, _, text in notes)),
             ("left whole", told((row.name, row.reason) for row in self.whole)),
@@ -215,7 +217,6 @@ class Result(Printed):
             ("not proved", told(self.unproved.items())),
             ("removed = masked", [str(self.evidence)]),
         ]
-        return [(heading, lines) for heading, lines in found if lines]
 
 
 def _row(layer: Layer) -> dict[str, Any]:
@@ -251,10 +252,6 @@ def _calibrated(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     apart = f", {held:,} of them held out" if held else ""
     rest = "" if settings["all_examples"] else " (examples=None takes all)"
     return [("calibrated", f"with {settings['examples']:,} examples{apart}{rest}")]
-
-
-def _without_nan(scores: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
-    return {when: {name: v if math.isfinite(v) else None for name, v in row.items()} for when, row in scores.items()}
 
 
 # From the steps of `prune` --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ispasp.errors import MissingExtraError, visible
+from ispasp.errors import needed, visible
 
 _NAMED = 40  # layers with names on the axis
 _ERRORS = {
@@ -62,8 +62,4 @@ def _plain(text: object) -> str:
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    try:
-        from matplotlib.figure import Figure  # slow to import
-    except ImportError as error:
-        raise MissingExtraError("figures need matplotlib: pip install 'ispasp[plot]'") from error
-    return Figure(figsize=size, layout="constrained")
+    return needed("matplotlib.figure", "plotting", "plot").Figure(figsize=size, layout="constrained")

@@ -117,7 +117,7 @@ def _width(texts: Mapping[Column, Sequence[str]], name: int = _WIDEST) -> int:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A printed object: a title, `facts` as (label, text), a table, and remarks.
+    """A printed object: a title, `facts` as (label, text), a table, and remarks. What is empty is left out.
 
     >>> print(Sheet("Net", [("parameters", "58")], [Column("name", "layer")], [{"name": "fc"}], [("frozen", ["x"])]))
     Net
@@ -143,9 +143,12 @@ class Sheet:
         for label, text in self.facts:
             lines += _wrapped(f"  {label:<{margin}}", text)
         lines += [render("", self.columns, self.rows)] if self.rows else []
-        for heading, remarks in self.remarks:
+        for heading, remarks in self._told():
             lines += [f"{heading}:", *(line for text in remarks for line in _wrapped("  ", text))]
         return visible("\n".join(lines))
+
+    def _told(self) -> list[Remarks]:
+        return [(heading, lines) for heading, lines in self.remarks if lines]
 
     def html(self) -> str:
         """An HTML fragment for notebooks: escaped, without scripts or links."""
@@ -157,7 +160,7 @@ class Sheet:
             rows += [[_cell(side, c.cell(row)) for c, side in columns] for row in self.rows[:_NOTEBOOK_ROWS]]
             more = len(self.rows) - _NOTEBOOK_ROWS
             parts.append(_html_table([*rows, [_cell("left", f"... {more:,} more")]] if more > 0 else rows))
-        for heading, remarks in self.remarks:
+        for heading, remarks in self._told():
             lines = "".join(f"<li>{escape(text)}</li>" for text in remarks)
             parts.append(f"<details><summary>{escape(heading)}</summary><ul>{lines}</ul></details>")
         return visible(f"<div>{''.join(parts)}</div>")
