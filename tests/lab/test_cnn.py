@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +198,25 @@ def test_finetuned_rows_resume_and_are_those_of_the_pipeline(folder: Path, monke
     assert finetuned(folder, ["ispasp"]) == []
     text = cnn_finetune.write(SETTINGS, folder, "the command").read_text(encoding="utf-8")
     assert f"| ispasp | {row.pruned:.2f} | **{row.accuracy:.2f}** | 0.00 | 1 | 4 |" in text
+
+
+def test_training_in_mixed_precision_is_close_and_not_the_same() -> None:
+    models = {precision: load_network(NAME) for precision in ("no", "bf16")}
+    for precision, model in models.items():
+        replace(TRAINING, precision=precision).fit(model, load_images("cifar10"), 1, seed=0, progress=False)
+    a, b = (model.conv1.weight for model in models.values())
+    assert not torch.equal(a, b)
+    assert torch.allclose(a, b, atol=0.01)
+    assert a.is_contiguous() and not models["no"].training
+
+
+def test_mixed_precision_makes_rows_of_its_own(folder: Path) -> None:
+    run = partial(cnn_finetune.run, SETTINGS, folder=folder, methods=["scratch-e"], keeps=[0.5], seeds=1)
+    (full,) = run(training=TRAINING, progress=False)
+    (mixed,) = run(training=replace(TRAINING, precision="bf16"), progress=False)
+    assert "precision" not in full.settings
+    assert mixed.settings == f"{full.settings} precision=bf16"
+    assert not list(run(training=replace(TRAINING, precision="bf16"), progress=False))
 
 
 def test_networks_from_scratch_forget_the_weights(folder: Path) -> None:

@@ -132,6 +132,7 @@ def cnn(
     epochs_between: Annotated[float, typer.Option(help="When training: epochs after each block.", min=0)] = 1,
     batch: Annotated[int, typer.Option(help="When training: images of a step.", min=1)] = 256,
     workers: Annotated[int, typer.Option(help="When training: data loader workers.", min=0)] = 0,
+    bf16: Annotated[bool, typer.Option("--bf16", help="When training: in mixed precision.")] = False,
 ) -> None:
     """Convolutional networks: all methods without fine-tuning, or the paper's pipeline (Section 6.3, Appendix A.3)."""
     from ispasp_lab.experiments import cnn_commands
@@ -141,7 +142,7 @@ def cnn(
     writable(out)
     room = None if memory is None else int(memory * 1e9)
     settings = Settings(model, data, examples, tested, seed, weights=weights, memory=room)
-    training = Training(epochs_between, epochs, batch=batch, workers=workers)
+    training = Training(epochs_between, epochs, batch=batch, workers=workers, precision="bf16" if bf16 else "no")
     if finetune:
         lines = cnn_commands.finetuned(settings, training, out, method or [], keep or [], seeds, quick=quick)
     elif pipeline:

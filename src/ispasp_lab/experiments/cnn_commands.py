@@ -51,7 +51,7 @@ def pipeline(
         raise InputError("the pipeline makes one network: pass one --keep or --recipe, and one --compensate")
     if quick:
         settings = cnn.quick(settings)
-        training = replace(_QUICK, workers=training.workers)
+        training = replace(_QUICK, workers=training.workers, precision=training.precision)
     keep = keeps[0] if keeps else None
     compensate = None if not compensations or compensations[0] == "none" else cast("Compensate", compensations[0])
     name, _ = cnn_pipeline.target(settings.model, recipe, keep)
@@ -59,7 +59,7 @@ def pipeline(
         right = [f"{value:.2f} %" for value in (row.accuracy, row.trained_accuracy) if value is not None]
         yield f"{row.stage} {row.block}: {', then '.join(right)}"
     what = f"--recipe {recipe}" if recipe else f"--keep {keep:g}"
-    what += f" --epochs {training.final:g} --epochs-between {training.between:g} --batch {training.batch}"
+    what += _trained(training)
     command = f"ispasp reproduce cnn --pipeline {what} {_described(settings)}"
     paths = cnn_pipeline.write(settings, training, out, name, command)
     yield paths[-1].read_text(encoding="utf-8")
@@ -79,14 +79,19 @@ def finetuned(
     """Every network when it is trained, then the Markdown."""
     if quick:
         settings, seeds, keeps = cnn.quick(settings), 1, keeps or (0.5,)
-        training = replace(_QUICK, workers=training.workers)
+        training = replace(_QUICK, workers=training.workers, precision=training.precision)
     for row in cnn_finetune.run(settings, training, out, methods, keeps, seeds):
         yield f"{row.method}, keep {row.keep:g}, seed {row.seed}: {row.pruned:.2f} %, then {row.accuracy:.2f} %"
-    t = training
-    what = f"--epochs {t.final:g} --epochs-between {t.between:g} --batch {t.batch} --seeds {seeds}"
-    path = cnn_finetune.write(settings, out, f"ispasp reproduce cnn --finetune {what} {_described(settings)}")
+    what = f"{_trained(training)} --seeds {seeds} {_described(settings)}"
+    path = cnn_finetune.write(settings, out, f"ispasp reproduce cnn --finetune{what}")
     yield path.read_text(encoding="utf-8")
     yield f"wrote {path}"
+
+
+def _trained(training: cnn_pipeline.Training) -> str:
+    t = training
+    text = f" --epochs {t.final:g} --epochs-between {t.between:g} --batch {t.batch}"
+    return text + (" --bf16" if t.precision == "bf16" else "")
 
 
 def _described(settings: cnn.Settings) -> str:

@@ -17,7 +17,6 @@ from statistics import mean
 from torch import nn
 
 from ispasp._apply import apply_
-from ispasp._finetune import finetune
 from ispasp._reset import reset_
 from ispasp._survey import survey
 from ispasp.errors import InputError
@@ -26,7 +25,6 @@ from ispasp.train import Sgd, Soft
 from ispasp_lab.accuracy import accuracy
 from ispasp_lab.experiments import cnn_pipeline
 from ispasp_lab.experiments.cnn import Settings
-from ispasp_lab.experiments.cnn_augment import training_loader
 from ispasp_lab.experiments.cnn_pipeline import FINAL, Stage, Training, blocks, target
 from ispasp_lab.experiments.cnn_setup import load_images, load_network
 from ispasp_lab.experiments.records import append_row, read_rows
@@ -120,8 +118,7 @@ class _One:
     @property
     def blank(self) -> Row:
         s, t = self.settings, self.training
-        how = f"examples={s.examples} tested={s.tested} epochs={t.between:g}+{t.final:g} lr={t.lr:g} batch={t.batch}"
-        name = Path(s.data).name
+        how, name = f"examples={s.examples} tested={s.tested} {t}", Path(s.data).name
         return Row(s.model, name, how, self.method, self.keep, s.seed, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def trained(self) -> Row:
@@ -133,7 +130,7 @@ class _One:
         """Block by block, an epoch after each, then to the end."""
         chosen = SELECTORS[self.method](self.settings.seed)
         how = "dense" if self.method == "auto" else None
-        named = {"compensate": how, "method": chosen, "progress": self.progress}
+        named = {"compensate": how, "method": chosen, "tested_between": False, "progress": self.progress}
         for _ in cnn_pipeline.run(self.settings, self.training, self.place, keep=self.keep, **named):  # type: ignore[arg-type]
             pass
         name, _ = target(self.settings.model, None, self.keep)
@@ -164,14 +161,12 @@ class _One:
             return accuracy(network, some.x_test, some.y_test, self.settings.batch, progress=False)
 
         before = right(model)
-        t, seed = self.training, self.settings.seed
-        loader = training_loader(images.x, images.y, t.batch, seed, t.workers)
-        finetune(
-            model, loader, epochs=epochs, recipe=Sgd(lr=lr), soft=soft, checkpoint=self.place / "training",
-            checkpoint_every=200, seed=seed, progress=self.progress,
+        self.training.fit(
+            model, images, epochs, self.settings.seed, recipe=Sgd(lr=lr), soft=soft,
+            checkpoint=self.place / "training", progress=self.progress,
         )  # fmt: skip
         return replace(
-            self.blank, pruned=before, accuracy=right(model.eval()), epochs=epochs, macs=cost.macs, params=cost.params
+            self.blank, pruned=before, accuracy=right(model), epochs=epochs, macs=cost.macs, params=cost.params
         )
 
 
