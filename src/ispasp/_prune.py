@@ -343,17 +343,17 @@ def _widths(work: Work, clock: Stopwatch | None) -> Widths:
         whole = work.keeping({d.name: d.units for d in prunable(dimensions, o.skip)})
         if o.uniform:
             return Widths(uniform_widths(whole, o.keep), {})
-        batch = sample_of(work.inputs.first, work.inputs.examples)
-        found = output_curves(whole, error_curves(whole, batch), batch)
-        counts = budget_widths(whole, found, clock.budget if clock else o.keep, batch)
+        sample = sample_of(work.inputs)
+        found = output_curves(whole, error_curves(whole, sample.fitted), sample)
+        counts = budget_widths(whole, found, clock.budget if clock else o.keep)
         if clock and clock.correct(counts):
             with suppress(InputError):  # out of reach: the result says by how much it misses the target
-                counts = budget_widths(whole, found, clock.budget, batch)
+                counts = budget_widths(whole, found, clock.budget)
         return Widths(counts, {}, found, clock.budget.model if clock else None)
     chosen = widths(dimensions, o.keep, o.skip, o.round_to)
     if not o.curves:
         return chosen
-    return replace(chosen, found=error_curves(work.keeping(chosen.counts), work.inputs.first))
+    return replace(chosen, found=error_curves(work.keeping(chosen.counts), [work.inputs.first]))
 
 
 # Plan, apply, verify --------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ allocation by these curves then competes with simpler ones on the measured diver
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import dropwhile, islice
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, dropwhile
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ispasp._evaluate import divergence
 from ispasp._keep import rounded
+from ispasp._options import Inputs
 from ispasp._steps import Work, measure_all, stops, total_statistics, walk
 from ispasp.budget import Budget, Curve, Params, allocate
 from ispasp.budget.curve import Curves, error_curve, sampled_energy
@@ -40,23 +41,51 @@ _FLOORS = (0.0, 0.65, 1.0)  # fractions of the uniform widths that a candidate k
 _STEP = 0.5  # by which an exchange scales two curves, on a log scale
 
 
-def sample_of(batch: Batch, examples: int) -> Batch:
-    """Take an eighth of `examples` from a batch, but at least 32 examples or 1,024 tokens.
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Batches to refit on, and others to measure the output on."""
 
-    >>> len(sample_of(torch.ones(256, 3), 1024)), len(sample_of(torch.ones(256, 3), 64))
-    (128, 32)
-    >>> len(sample_of(torch.ones(64, 256, dtype=torch.long), 64))
-    8
+    fitted: Sequence[Batch]
+    judged: Sequence[Batch]
+
+
+def sample_of(inputs: Inputs, times: int = 1) -> Sample:
+    """Take `times` an eighth of the examples, but at least 32 examples or 1,024 tokens. Held-out ones judge."""
+    size = times * _size(inputs.first, inputs.examples)
+    fitted = first_batches(inputs.again(), size)
+    return Sample(fitted, first_batches(inputs.held_out(), size) or fitted)
+
+
+def _size(batch: Batch, examples: int) -> int:
+    """The number of examples in a sample.
+
+    >>> _size(torch.ones(256, 3), 1024), _size(torch.ones(256, 3), 64), _size(torch.ones(8, 256, dtype=torch.long), 64)
+    (128, 32, 8)
     """
     tokens = next((t.shape[1] for t in tensors_of(batch) if t.ndim == 2 and not t.is_floating_point()), 0)
-    fewest = -(-_TOKENS // tokens) if tokens else _FEWEST
-    return first_of(batch, max(fewest, math.ceil(_SAMPLE * examples)))
+    return max(-(-_TOKENS // tokens) if tokens else _FEWEST, math.ceil(_SAMPLE * examples))
 
 
-def error_curves(work: Work, batch: Batch) -> Curves:
-    """Error at the consumers against kept units, predicted from one batch, compensation counted in if there is one."""
-    energies = work.team.sum_tensors(_energies(work, batch))
-    found = measure_all(work, [batch])
+def first_batches(batches: Iterable[Batch], examples: int) -> list[Batch]:
+    """The first batches that hold that many examples, whole ones: another size must be traced. Only the first is cut.
+
+    >>> [len(batch) for batch in first_batches([torch.ones(4, 3)] * 4, 6)], len(first_batches([torch.ones(9, 3)], 6)[0])
+    ([4, 4], 6)
+    """
+    found: list[Batch] = []
+    taken = 0
+    for batch in batches:
+        found.append(batch if found else first_of(batch, examples))
+        taken += count_examples(found[-1])
+        if taken >= examples:
+            break
+    return found
+
+
+def error_curves(work: Work, batches: Sequence[Batch]) -> Curves:
+    """Error at the consumers against kept units, predicted from a sample, compensation counted in if there is one."""
+    energies = work.team.sum_tensors(_energies(work, batches))
+    found = measure_all(work, batches)
     curves, orders = dict[str, Curve](), dict[str, Tensor]()
     for name, part in found.items():
         curves[name], order = error_curve(
@@ -71,10 +100,10 @@ def error_curves(work: Work, batch: Batch) -> Curves:
     return Curves(curves, {name: tuple(order.tolist()) for name, order in same.items()})
 
 
-def _energies(work: Work, batch: Batch) -> dict[str, Tensor]:
+def _energies(work: Work, batches: Sequence[Batch]) -> dict[str, Tensor]:
     with work.team.together("the error curves"):
         found: dict[str, Tensor] = {}
-        for site, runner in stops(work, batch):
+        for site, runner in chain.from_iterable(stops(work, batch) for batch in batches):
             factor = scale(runner.graph.tails[site.number], runner.fixed)
             for H, consumers in site.products(sorted(site.names), site.unpadded(runner), factor):
                 for name, consumer in consumers.items():
@@ -84,21 +113,27 @@ def _energies(work: Work, batch: Batch) -> dict[str, Tensor]:
 
 
 # By the output --------------------------------------------------------------------------------------------------
-def output_curves(work: Work, found: Curves, batch: Batch) -> Curves:
-    """Scale curves by the divergence of the output, measured on a batch at one or two widths a dimension, and at zero.
+def output_curves(work: Work, found: Curves, sample: Sample) -> Curves:
+    """Scale curves by the divergence of the output, measured at one or two widths a dimension, and at zero.
 
-    Costs one to three passes of the batch from each dimension on: half a pass each, on average.
+    Costs one to three passes of the judged examples from each dimension on: half a pass each, on average. They are not
+    the ones that the consumers are refitted on, if there are enough: a wide layer fits a few examples exactly.
     """
     blocks = sum(d.name in work.counts for d in work.survey.dimensions if not d.stream)  # alike in scope="all"
     fractions = _WIDTHS if blocks <= _MANY else _WIDTHS[:1]
     points: dict[str, list[tuple[int, float]]] = {name: [] for name in work.counts}
     with work.team.together("the divergences of the output"):
-        dense, runner = work.runner(batch).output(), work.runner(batch)
+        same = sample.fitted is sample.judged
+        judges, fitted = ([work.runner(batch) for batch in each] for each in (sample.judged, sample.fitted))
+        dense = [runner.branch(Edits()).output() for runner in judges]
         for name in track(_in_order(work), "measuring", len(work.counts), show=work.options.progress):
-            runner.advance(runner.graph.contractions[work.sites_of(name)[0].number])
+            for runner in judges if same else (*judges, *fitted):
+                runner.advance(runner.graph.contractions[work.sites_of(name)[0].number])
             for width in _measured(work, name, fractions):
-                edits = _narrowed(work, name, found.kept(name, width), runner)
-                points[name].append((width, divergence(runner.branch(edits).output(), dense, batch)))
+                edits = _narrowed(work, name, found.kept(name, width), judges if same else fitted)
+                outputs = [runner.branch(edits).output() for runner in judges]
+                errors = [divergence(*each) for each in zip(outputs, dense, sample.judged, strict=True)]
+                points[name].append((width, sum(errors) / len(errors)))
     values = torch.tensor([d for rows in points.values() for _, d in rows], dtype=torch.float64)
     mean = iter((work.team.sum_tensors({"divergence": values})["divergence"] / work.team.size).tolist())
     means = {name: [(width, next(mean)) for width, _ in rows] for name, rows in points.items()}
@@ -119,7 +154,7 @@ def _measured(work: Work, name: str, fractions: Sequence[float]) -> list[int]:
     return sorted({*widths, 0} if least == 0 else widths)
 
 
-def _narrowed(work: Work, name: str, kept: tuple[int, ...], runner: Runner) -> Edits:
+def _narrowed(work: Work, name: str, kept: tuple[int, ...], runners: Sequence[Runner]) -> Edits:
     """The dense network with one dimension narrowed, and its consumers refitted to what they gave."""
     edits = Edits({site.number: site.cuts({name: kept}) for site in work.sites_of(name)})
     if work.options.compensate:
@@ -127,7 +162,7 @@ def _narrowed(work: Work, name: str, kept: tuple[int, ...], runner: Runner) -> E
             where = work.slot(site)
             if where.weight:
                 cuts = edits.cuts[site.number]
-                data = gather(site, [runner], cuts, dense=False)
+                data = gather(site, runners, cuts, dense=False)
                 edits = edits | refit(site, data, cuts, where, ridge=work.options.ridge).edits
     return edits
 
@@ -144,7 +179,7 @@ def _scaled(curve: Curve, points: Sequence[tuple[int, float]]) -> Curve:
 
 
 # Spending the budget --------------------------------------------------------------------------------------------
-def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> dict[str, int]:
+def budget_widths(work: Work, found: Curves, budget: Budget) -> dict[str, int]:
     """How many units each hidden dimension keeps; dimensions that lose nothing are left out.
 
     The allocation by the curves, a careful one that is never much below a uniform cut, and the uniform cut are run as
@@ -164,7 +199,7 @@ def budget_widths(work: Work, found: Curves, budget: Budget, batch: Batch) -> di
             least = {name: limit.wide_enough(name, int(floor * width)) for name, width in uniform.items()}
             if (candidate := limit.spend(found.curves, {**least, **whole})) not in candidates:
                 candidates.append(candidate)
-    judges = [_Judge(work, found, count_examples(batch), batches) for batches in (1, 2)]
+    judges = [_Judge(work, found, sample_of(work.inputs, times)) for times in (1, 2)]
     start, _ = judges[0].best(candidates)
     other = width_search(work.options.search)
     if other is None:
@@ -272,16 +307,10 @@ def _search(limit: _Limit, found: Curves, judges: Sequence[_Judge], start: dict[
 
 
 class _Judge:
-    """The divergence of whole candidate networks, pruned and refitted on a sample; held-out examples decide.
+    """The divergence of whole candidate networks, pruned and refitted on a sample; held-out examples decide."""
 
-    Samples are the first examples of some batches: no graph of another size has to be traced.
-    """
-
-    def __init__(self, work: Work, found: Curves, examples: int, batches: int) -> None:
-        self._work, self._found = work, found
-        self._fitted = [first_of(each, examples) for each in islice(work.inputs.again(), batches)]
-        held = [first_of(each, examples) for each in work.inputs.held_out()]
-        self._judged = held or self._fitted
+    def __init__(self, work: Work, found: Curves, sample: Sample) -> None:
+        self._work, self._found, self._sample = work, found, sample
         self._dense: list[Any] = []
 
     def best(self, candidates: Sequence[dict[str, int]]) -> tuple[dict[str, int], float]:
@@ -296,15 +325,16 @@ class _Judge:
         counts = {name: width for name, width in widths.items() if width < self._work.units[name]}
         work = replace(self._work, counts=counts, options=replace(self._work.options, progress=False))
         given = {name: Selection(self._found.kept(name, width)) for name, width in counts.items()}
-        return walk(work, self._fitted, given).edits
+        return walk(work, self._sample.fitted, given).edits
 
     def divergence(self, widths: Mapping[str, int]) -> float:
         work, edits = self._work, self._edits(widths)
         with work.team.together("the divergence of a candidate"):
-            self._dense = self._dense or [work.runner(batch).output() for batch in self._judged]
-            pairs = zip(self._judged, self._dense, strict=True)
-            mine = sum(divergence(work.runner(batch, edits).output(), dense, batch) for batch, dense in pairs)
-        return float(work.team.total(mine)) / (work.team.size * len(self._judged))
+            batches = self._sample.judged
+            self._dense = self._dense or [work.runner(batch).output() for batch in batches]
+            outputs = (work.runner(batch, edits).output() for batch in batches)
+            mine = sum(divergence(*each) for each in zip(outputs, self._dense, batches, strict=True))
+        return float(work.team.total(mine)) / (work.team.size * len(batches))
 
 
 class _Pruned(nn.Module):

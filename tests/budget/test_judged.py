@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ispasp
 from ispasp import _prune, _widths
@@ -92,3 +93,21 @@ def test_a_search_lowers_the_divergence_where_the_curves_mislead(monkeypatch: py
         9:
     ]  # two candidates, the start, six exchanges; then on twice the sample, from the start
     assert of(result, others) == min(d for _, d in others) < 0.9 * start
+
+
+def test_a_wide_layer_is_not_judged_by_the_examples_it_was_refitted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of 400 units fits 32 examples nearly exactly, which says nothing about others."""
+    errors: list[float] = []
+    measured = _prune.output_curves
+
+    def noted(work: Work, curves: Curves, sample: _widths.Sample) -> Curves:
+        found = [measured(work, curves, each) for each in (sample, _widths.Sample(sample.fitted, sample.fitted))]
+        errors.extend(float(each.curves["0"].at(80)) for each in found)
+        return found[0]
+
+    monkeypatch.setattr(_prune, "output_curves", noted)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 30))
+    ispasp.prune(net, [torch.randn(8, 300) for _ in range(8)], ispasp.Macs(0.5), method="l1", progress=False)
+    on_others, on_the_same = errors
+    assert on_others > 1.5 * on_the_same
