@@ -1,4 +1,7 @@
-"""`ispasp bench healing`: end to end against block by block, judged by held-out examples and scored on test ones."""
+"""`ispasp bench healing`: end to end against block by block, judged by held-out examples and scored on test ones.
+
+With `examples`, the CIFAR networks heal on that many training images: from few to all of them, by the same defaults.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,125 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ispasp._heal import heal
+from ispasp._heal import Heal, heal
 from ispasp._prune import prune
+from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp_lab.benchmarks.accuracy_tasks import NETWORKS
+from ispasp_lab.benchmarks.classify import sample
+from ispasp_lab.data import batches, cifar10
+from ispasp_lab.experiments.records import append_row, read_rows
 
+NAME, PAGE = "healing.csv", "healing.md"
+WAYS = {"end to end": False, "by blocks": True}
 COLUMNS = [
     Column("task", "network"),
     Column("keep", "keep"),
+    Column("examples", "examples", "{:,}".format),
     Column("way", "healed"),
-    Column("steps", "steps"),
+    Column("steps", "steps", "{:,}".format),
     Column("seconds", "CPU seconds", "{:.0f}".format),
     Column("before", "held-out before", "{:.4f}".format),
     Column("after", "after", "{:.4f}".format),
-    Column("score", "test score", "{:.2f}".format),
+    Column("pruned", "test score before", "{:.2f}".format),
+    Column("score", "after", "{:.2f}".format),
 ]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One healed network. `before` and `after` are divergences on held-out examples."""
+    """One healed network. `before` and `after` are divergences on held-out examples, `pruned` and `score` on test ones.
+
+    `settings`: the steps that were asked for, and the number of test examples.
+    """
 
     task: str
     keep: float
+    method: str
+    examples: int
     way: str
+    settings: str
     steps: int
     seconds: float
     before: float
     after: float
+    pruned: float
     score: float
 
+    @property
+    def key(self) -> tuple[str, float, str, int, str, str]:
+        """What was asked for."""
+        return self.task, self.keep, self.method, self.examples, self.way, self.settings
 
-def run(task: str, keep: float, method: str, steps: int, block_steps: int, test: int) -> Iterator[Row]:
-    """Prune once, then heal copies of the network in both ways."""
+
+def run(
+    task: str,
+    keep: float,
+    method: str,
+    steps: int = 0,
+    block_steps: int = 0,
+    test: int = 1000,
+    examples: Sequence[int] = (),
+    folder: Path | None = None,
+) -> Iterator[Row]:
+    """Prune once, then heal copies of the network in both ways; 0 steps are the defaults of `Heal`.
+
+    Rows that healing.csv of the folder has are not made again.
+    """
+    if examples and not task.startswith("resnet"):
+        raise InputError(
+            f"examples={list(examples)} with {task}: only resnet20 and resnet56 have more images to heal on"
+        )
     work = NETWORKS[task].load(test)
-    pruned = prune(work.model, work.calibration, keep, method=method, examples=None, progress=False).model
-    for way, blocks, most in (("end to end", False, steps), ("by blocks", True, block_steps)):
-        model, started = copy.deepcopy(pruned), time.process_time()
-        config = replace(work.heal, steps=most, blocks=blocks)
-        gain = heal(model, work.model, work.healing, config, progress=False)
-        seconds = time.process_time() - started
-        yield Row(task, keep, way, gain.steps, seconds, gain.before, gain.after, work.scores(model)[0])
+    counts = examples or [sum(len(next(iter(_tensors(batch)))) for batch in work.healing)]
+    done = set() if folder is None else {row.key for row in read_rows(folder / NAME, Row)}
+    model, pruned = None, 0.0
+    for count in counts:
+        for way, blocks in WAYS.items():
+            most = block_steps if blocks else steps
+            settings = f"{most or 'default'} steps, {test} test examples"
+            row = Row(task, keep, method, count, way, settings, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            if row.key in done:
+                continue
+            if model is None:
+                model = prune(work.model, work.calibration, keep, method=method, examples=None, progress=False).model
+                pruned = work.scores(model)[0]
+            healed, started = copy.deepcopy(model), time.process_time()
+            config = replace(Heal(augment=work.heal.augment, batch=work.heal.batch), steps=most or None, blocks=blocks)
+            gain = heal(healed, work.model, _images(count) if examples else work.healing, config, progress=False)
+            seconds, score = time.process_time() - started, work.scores(healed)[0]
+            row = replace(
+                row, steps=gain.steps, seconds=seconds, before=gain.before, after=gain.after, pruned=pruned, score=score
+            )
+            if folder is not None:
+                append_row(folder / NAME, row)
+            yield row
+
+
+def _tensors(batch: Any) -> Sequence[Any]:
+    return list(batch.values()) if isinstance(batch, dict) else [batch]
+
+
+def _images(count: int) -> list[Any]:
+    """Training images of CIFAR-10, without their labels."""
+    images, _ = sample(*cifar10("train"), count)
+    return list(batches(images, 128))
+
+
+def write(folder: Path) -> Path:
+    """Write healing.md beside healing.csv, from its rows alone."""
+    rows, path = read_rows(folder / NAME, Row), folder / PAGE
+    text = (
+        "# Healing end to end and block by block\n\nMade by `ispasp bench healing` from [healing.csv](healing.csv). The"
+        " pruned network is healed by the defaults of `ispasp.Heal` (images with flips and crops), if the column steps"
+        " of the CSV file does not say otherwise, on so many unlabelled training examples. Divergence from the dense"
+        f" outputs on held-out ones of them, then the score on test examples.\n\n```\n{as_table(rows)}\n```\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

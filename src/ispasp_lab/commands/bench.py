@@ -233,15 +233,23 @@ def healing(
     only: Annotated[str, typer.Option(help="resnet56, resnet20, mobilenet_v2, minilm or smollm2.")] = "resnet20",
     keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.25,
     method: Annotated[str, typer.Option(help="A name from ispasp.methods().")] = "auto",
-    steps: Annotated[int, typer.Option(help="Steps end to end.", min=1)] = 200,
-    block_steps: Annotated[int, typer.Option(help="Steps block by block, which are shorter.", min=1)] = 700,
+    steps: Annotated[int, typer.Option(help="Steps end to end; 0: the default.", min=0)] = 0,
+    block_steps: Annotated[int, typer.Option(help="Steps block by block; 0: the default.", min=0)] = 0,
     test: Annotated[int, typer.Option(help="Test examples.", min=1)] = 1000,
+    examples: Annotated[
+        list[int] | None,
+        typer.Option(help="Training images to heal on, for resnet20 and resnet56; may be repeated.", min=32),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of healing.csv and healing.md; resumes there.")] = None,
     as_json: Json = False,
 ) -> None:
     """Healing end to end and block by block, from the same pruned network. Needs ISPASP_DATA."""
     from ispasp_lab.benchmarks import healing as experiment
 
-    _show(experiment, list(experiment.run(only, keep, method, steps, block_steps, test)), as_json)
+    rows = list(experiment.run(only, keep, method, steps, block_steps, test, examples or (), out))
+    if out is not None:
+        experiment.write(out)
+    _show(experiment, rows, as_json)
 
 
 @bench.command()
