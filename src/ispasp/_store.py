@@ -169,12 +169,6 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     return model
 
 
-def saved_plan(folder: str | os.PathLike[str]) -> tuple[Plan, bool]:
-    """The plan of a saved model, and whether `load` can build the model itself."""
-    with opened_save(folder) as saved:
-        return saved.plan, CONFIG in saved.texts
-
-
 class _Slot(NamedTuple):
     """A parameter or buffer in its module's table."""
 

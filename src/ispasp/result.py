@@ -201,7 +201,10 @@ class Result(Printed):
         c = self.cost
         facts = [("parameters", change(c.dense_params, c.params)), ("MACs", change(c.dense_macs, c.macs))]
         facts += [("latency", str(self.latency))] if self.latency else []
-        facts += _calibrated(self.settings)
+        used, held = self.settings["examples"], self.settings["held_out_examples"]
+        apart = f", {held:,} of them held out" if held else ""
+        rest = "" if self.settings["all_examples"] else " (examples=None takes all)"
+        facts.append(("calibrated", f"with {used:,} examples{apart}{rest}"))
         facts += [("healing", str(self.healed))] if self.healed else []
         facts += [("agreement", str(self.agreement))] if self.agreement else []
         return [*facts, ("scores", str(self.scores))] if self.scores else facts
@@ -243,15 +246,6 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     if not any(row["iterations"] > 2 and row["iterations"] != row["kept"] for row in rows):
         silent.add("iterations")
     return [column for column in columns if column.key not in silent]
-
-
-def _calibrated(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if "examples" not in settings:
-        return []
-    held = settings["held_out_examples"]
-    apart = f", {held:,} of them held out" if held else ""
-    rest = "" if settings["all_examples"] else " (examples=None takes all)"
-    return [("calibrated", f"with {settings['examples']:,} examples{apart}{rest}")]
 
 
 # From the steps of `prune` --------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import ispasp
-from ispasp._store import load, save, saved_plan
+from ispasp._saved import opened_save
+from ispasp._store import load, save
 from ispasp.errors import SaveError
 from ispasp.types.plan import Plan
 from support.killing import killed
@@ -176,7 +177,8 @@ def test_copies_that_disagree_are_told_and_ignored(tmp_path: Path) -> None:
     (tmp_path / "plan.json").unlink()
     with no_warnings():
         assert same(load(tmp_path, Net()), model)
-        assert saved_plan(tmp_path) == (plan, False)
+        with opened_save(tmp_path) as saved:
+            assert (saved.plan, list(saved.texts)) == (plan, ["plan.json"])
     save(bert(4), tmp_path, overwrite=True)
     save((model, plan), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "plan.json"]

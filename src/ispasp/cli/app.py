@@ -17,9 +17,8 @@ import torch
 import typer
 
 import ispasp
-from ispasp.cli.commands import compare, export, survey
+from ispasp.cli.commands import compare, export, finetune, survey
 from ispasp.cli.evaluate import evaluate
-from ispasp.cli.finetune import finetune
 from ispasp.cli.options import LOG
 from ispasp.cli.prune import prune
 from ispasp.errors import IspaspError, MissingExtraError, visible

@@ -1,21 +1,28 @@
-"""The short commands: `ispasp survey`, `ispasp compare` and `ispasp export`."""
+"""The short commands: `ispasp survey`, `compare`, `export` and `finetune`."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import asdict
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 import ispasp
 from ispasp.cli import options as o
 from ispasp.cli.data import load_data, load_sample
-from ispasp.cli.loaded import Loaded
-from ispasp.cli.models import ModelOptions, load_model
+from ispasp.cli.evaluate import Scorer, scorer
+from ispasp.cli.loaded import Examples, Loaded, matched, runs
+from ispasp.cli.models import RESULT, ModelOptions, check_out, is_saved, load_model, saved_result
 from ispasp.errors import InputError
+from ispasp.train import AdamW, Sgd
+from ispasp.train.devices import need_accelerate
+from ispasp.train.objective import logits_of
 
 
 @o.grouped
@@ -94,21 +101,110 @@ def export(
     o.warn(loaded.warnings)
     o.LOG.debug("exporting %s", model.model)
     if kind == "gguf":
-        told = loaded.tokenizer and (Path(loaded.tokenizer) / "tokenizer.json").is_file()
-        if not told:
+        beside = loaded.tokenizer and (Path(loaded.tokenizer) / "tokenizer.json").is_file()
+        words = loaded.tokenizer if beside else None
+        if not words:
             o.warn([f"no tokenizer.json beside the model: {path} has no tokenizer."])
-        words = loaded.tokenizer if told else None
         error = ispasp.export_gguf(loaded.model, path, tokenizer=words, dtype=dtype, tolerance=tolerance)
     else:
-        error = _onnx(loaded, sample, path, opset, 1e-4 if tolerance is None else tolerance, dynamic=not static)
+        options: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
+        batch = load_sample(loaded, sample)
+        error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, dynamic=not static, **options)
+        onnx = importlib.import_module("onnx").load(path, load_external_data=False)
+        written = next(each.version for each in onnx.opset_import if not each.domain)
+        if opset not in (None, written):
+            o.warn([f"the exporter cannot write opset {opset}: {path} has opset {written}."])
     typer.echo(f"wrote {path} ({path.stat().st_size:,} bytes); its output differs from torch's by {error:.0e}")
 
 
-def _onnx(loaded: Loaded, sample: o.Sample, path: Path, opset: int | None, tolerance: float, *, dynamic: bool) -> float:
-    batch = load_sample(loaded, sample)
-    error = ispasp.export_onnx(loaded.model, batch, path, opset=opset, tolerance=tolerance, dynamic=dynamic)
-    onnx = importlib.import_module("onnx")
-    written = next(s.version for s in onnx.load(path, load_external_data=False).opset_import if not s.domain)
-    if opset not in (None, written):
-        o.warn([f"the exporter cannot write opset {opset}: {path} has opset {written}."])
-    return error
+# Fine-tuning -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How to train."""
+
+    epochs: float = o.opt(1.0, None, "Passes over the data, such as 10 or 0.5.")
+    optimizer: Literal["sgd", "adamw"] = o.opt(
+        "sgd", None, "sgd with momentum and a cosine schedule, adamw with a linear decay."
+    )
+    lr: float | None = o.opt(None, None, "Learning rate. Default: 0.01 for sgd, 5e-5 for adamw.")
+    label_smoothing: float = o.opt(0.0, None, "Label smoothing.")
+    teacher: str = o.opt("", None, "Dense model to distill from as well; as MODEL of `ispasp prune`.")
+    teacher_weights: str = o.opt("", None, "Weights of the teacher.")
+    accumulate: int = o.opt(1, None, "Batches per optimizer step.", min=1)
+    mixed_precision: Literal["bf16", "fp16"] | None = o.opt(None, None, "fp16 needs a GPU. Default: full precision.")
+    checkpoint: Path | None = o.opt(None, None, "Folder; an interrupted run resumes from it.")
+
+    def chosen(self, teacher: Loaded | None, seed: int) -> dict[str, Any]:
+        """Return these options as `ispasp.finetune` takes them."""
+        recipe = Sgd() if self.optimizer == "sgd" else AdamW()
+        names = ("epochs", "label_smoothing", "mixed_precision", "accumulate", "checkpoint")
+        return {name: getattr(self, name) for name in names} | {
+            "recipe": recipe if self.lr is None else replace(recipe, lr=self.lr),
+            "teacher": teacher.model if teacher else None,
+            "seed": seed,
+        }
+
+
+@o.grouped
+def finetune(
+    folder: Annotated[Path, typer.Argument(help="Folder that `ispasp prune` wrote.")],
+    data: o.Labelled,
+    training: TrainingOptions,
+    dense: o.Dense = "",
+    val: Annotated[str, o.option(o.DATA, "Data to measure accuracy on, before and after; as --data.")] = "",
+    batch_size: o.BatchSize = 64,
+    out: Annotated[Path | None, o.option(None, "Folder to write to. Default: FOLDER-finetuned.")] = None,
+    force: o.Force = False,
+) -> None:
+    """Fine-tune a pruned model on labelled data, and save it with its plan."""
+    need_accelerate()
+    if not is_saved(folder):
+        raise InputError(f"{folder} holds no pruned model: pass a folder that `ispasp prune` wrote")
+    beside = folder if folder.name else folder.resolve()
+    target = out or beside.with_name(f"{beside.name}-finetuned")
+    check_out(target, force=force)
+    teacher = load_model(training.teacher, training.teacher_weights, seed=data.seed) if training.teacher else None
+    chosen = training.chosen(teacher, data.seed)
+    o.LOG.debug("loading %s", folder)
+    loaded = load_model(f"ispasp:{folder}", dense=dense, seed=data.seed)
+    found = load_data(data.data, loaded, data)
+    found.needed_labels()
+    logits = logits_of(runs(loaded, found))  # training would fail deep inside torch
+    found = matched(found, logits.shape[1], loaded.names) if logits.ndim == 2 else found
+    if teacher:
+        runs(teacher, found)
+        o.warn(teacher.warnings)
+    judge = _judge(val, loaded, found, data, batch_size) if val else None
+    before = judge(loaded.model) if judge else {}
+    o.LOG.debug("fine-tuning %s", folder)
+    result = ispasp.finetune(loaded.model, found.loader(batch_size, labelled=True, shuffle=True), **chosen)
+    typer.echo(str(result))
+    scores = {"before": before, "after": judge(loaded.model)} if judge else {}
+    if judge:
+        told = [f"{100 * score[judge.name]:.1f} % {when}" for when, score in scores.items()]
+        typer.echo(f"accuracy on {val}: {', '.join(told)}")
+    if os.environ.get("RANK", "0") == "0":  # one of several processes writes
+        _save(loaded, folder, target, scores)
+
+
+def _judge(val: str, loaded: Loaded, found: Examples, wanted: o.Wanted, batch_size: int) -> Scorer:
+    """Return the scorer on --val, whose classes must be among those of --data."""
+    held = load_data(val, loaded, wanted)
+    unknown = sorted(set(held.classes) - set(found.classes))
+    if found.classes and unknown:
+        raise InputError(
+            f"--data and --val have different classes, such as {unknown[0]!r}: pass folders with the same sub-folders"
+        )
+    return scorer(loaded, held, batch_size, names=found.classes)
+
+
+def _save(loaded: Loaded, folder: Path, target: Path, scores: Mapping[str, Any]) -> None:
+    """Save the model, with the tokenizer and result.json of the pruned folder."""
+    ispasp.save(loaded.model, target, plan=loaded.plan)
+    if target.resolve() != folder.resolve():
+        for path in (*folder.glob("*token*"), *folder.glob("vocab*"), *folder.glob("merges.txt")):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+    told = saved_result(folder) | {"finetuned": dict(scores)}
+    (target / RESULT).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    typer.echo(f"wrote {target}")

@@ -22,8 +22,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ispasp._saved import FILES, PLAN, WEIGHTS, is_ours
-from ispasp._store import load, saved_plan
+from ispasp._saved import CONFIG, FILES, PLAN, WEIGHTS, is_ours, opened_save
+from ispasp._store import load
 from ispasp.cli import options as o
 from ispasp.cli.huggingface import Task, described, hf_model, quiet_hub, transformers
 from ispasp.cli.loaded import Loaded, from_dict, of_timm, of_torchvision
@@ -201,10 +201,7 @@ def _factory(path: Path, name: str, options: dict[str, Any]) -> Any:
     if not callable(factory):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         raise InputError(f"{path} has no function {name!r}: it has {', '.join(own) or 'none'}")
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # functions in C have no signature
-        return factory
+    signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
@@ -240,7 +237,8 @@ def load_saved(folder: Path, dense: str, build: Callable[[str], Loaded]) -> Load
     """Return the pruned model of a folder; `build` makes the dense one, named by `dense` unless the folder names it."""
     if not is_saved(folder):
         raise SaveError(f"{folder} has no {WEIGHTS} of ispasp: pass a folder that `ispasp prune` wrote")
-    plan, has_config = saved_plan(folder)
+    with opened_save(folder) as saved:
+        plan, has_config = saved.plan, CONFIG in saved.texts
     result = saved_result(folder)
     if not dense and has_config:
         transformers()  # raises if it is missing, and imports torchvision first

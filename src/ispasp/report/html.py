@@ -204,15 +204,13 @@ def _row(number: int, row: Record, keys: Mapping[str, str]) -> str:
     cells = "".join(
         f'<td class="r number" data-label="{label}">{_percent(row.get(key))}</td>' for label, key in keys.items()
     )
-    whole, errors, stay = (
-        ' class="whole"',
-        '<span class="dim">left whole</span>',
-        f'<span class="dim">all {units:,}</span>',
-    )
     if kept < units:
         before = row.get(keys["before"]) if "before" in keys else None
         whole, errors = "", svg.dumbbell(before, row.get("relative_error"))
         stay = f'{kept:,} <span class="dim">of {units:,}</span>'
+    else:
+        whole, errors = ' class="whole"', '<span class="dim">left whole</span>'
+        stay = f'<span class="dim">all {units:,}</span>'
     bar = _meter(kept / max(units, 1), f"{kept} of {units} units stay")
     return (
         f'<tr{whole}><td class="r dim">{number}</td><td class="name">{_breakable(row["name"])}</td>'
@@ -224,12 +222,9 @@ def _row(number: int, row: Record, keys: Mapping[str, str]) -> str:
 def _curves(layers: Sequence[Record], curves: Curves, without: str) -> str:
     kept = {layer["name"]: layer["kept"] for layer in layers}
     names = [name for name in dict.fromkeys([*kept, *curves]) if name in curves and len(curves[name][0])]
-    about = (
-        "What the method would lose at other widths, as predicted from the calibration data, layer by layer. The dot "
-        "is the chosen width with its error."
-    )
     if not names and not without:
         return ""
+    about = "Predicted error of each layer at other widths. The dot is the chosen width with its error."
     facets = []
     for name in names:
         errors = [math.sqrt(max(error, 0.0)) for error in curves[name][1]]
