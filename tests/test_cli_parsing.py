@@ -39,7 +39,7 @@ def test_amounts() -> None:
     assert amount(keep=[share("0.3")]) == 0.3
     assert amount(keep=[share("layer1.*=0.5"), share("*=64")]) == {"layer1.*": 0.5, "*": 64}
     assert amount(keep=[share("*=0.5")]) == {"*": 0.5}
-    assert amount(macs=0.5) == Macs(0.5) and amount(params=1000) == Params(1000)
+    assert amount(macs=Macs(0.5)) == Macs(0.5) and amount(params=Params(1000)) == Params(1000)
     numbers = [number(text) for text in ("0.5", "64", "2.69e9")]
     assert numbers == [0.5, 64, 2_690_000_000] and [type(x) for x in numbers] == [float, int, int]
 

@@ -82,10 +82,7 @@ def apply_(
 
 def _check_plan(plan: object) -> None:
     if not isinstance(plan, Plan):
-        raise InputError(
-            f"plan is a {type(plan).__name__}: pass an ispasp.Plan, e.g. survey.plan(0.5), result.plan or "
-            "Plan.from_json(text)"
-        )
+        raise InputError(f"plan is a {type(plan).__name__}: pass an ispasp.Plan, as survey.plan(0.5) or result.plan")
 
 
 def _apply_and_verify(
@@ -151,12 +148,10 @@ def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
     16
     """
     _check_plan(plan)
-    undo = Undo()
-    try:
+    with all_or_nothing() as undo:
         with one_at_a_time(), plain(model) as inner:
             _mask(inner, plan, one_batch(inner, batch), undo)
         yield model
-    finally:
         with uninterrupted():
             undo.close()
 

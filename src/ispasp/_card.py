@@ -24,7 +24,9 @@ def card(model: Any, plan: Plan, opening: Opening, facts: Sequence[tuple[str, st
     lines += [f"base_model: {json.dumps(base)}"] if base else []
     lines += ["---", MARK, "", f"# {_text(type(model).__name__)}, pruned", ""]
     lines.append(f"Whole neurons, filters or attention heads were removed from {_text(base) or 'the dense model'}.")
-    lines += [f"How: {_text(how)}." if how else "", "", "```python", *_code(opening), "```", ""]
+    call, module = opening.call.replace("folder", '"this/folder"', 1), opening.call.partition(".")[0]
+    code = "import ispasp" if opening.way == "ispasp" else f"from transformers import {module}"
+    lines += [f"How: {_text(how)}." if how else "", "", "```python", code, "", f"model = {call}", "```", ""]
     if facts:
         lines += ["| | |", "|---|---|", *(f"| {_text(name)} | {_text(value)} |" for name, value in facts), ""]
     lines += ["| hidden dimension | units | kept |", "|---|--:|--:|"]
@@ -40,13 +42,6 @@ def replaces(path: Path) -> bool:
         return True
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def _code(opening: Opening) -> list[str]:
-    call = opening.call.replace("folder", '"this/folder"', 1)
-    module = "ispasp" if opening.way == "ispasp" else "transformers"
-    name = call.partition(".")[0]
-    return [f"import {module}" if name == module else f"from {module} import {name}", "", f"model = {call}"]
 
 
 def _base(model: Any) -> str:

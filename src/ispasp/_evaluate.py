@@ -81,10 +81,8 @@ def _numbers(evaluate: Evaluate, found: Any) -> dict[str, float]:
             raise TypeError
         return {str(key): float(value) for key, value in rows.items()}
     except (TypeError, ValueError, RuntimeError):
-        kind = type(found).__name__
-        raise InputError(
-            f"evaluate(model) returned a {kind}: return a number, or a dict of numbers such as {{'accuracy': 0.93}}"
-        ) from None
+        remedy = "return a number, or a dict of numbers such as {'accuracy': 0.93}"
+        raise InputError(f"evaluate(model) returned a {type(found).__name__}: {remedy}") from None
 
 
 def number(value: float | None) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ispasp._apply import apply_
+from ispasp._heal import check_student
 from ispasp._keep import Recipe as PruningRecipe
 from ispasp._keep import widths
 from ispasp._survey import Survey, survey
@@ -136,15 +137,16 @@ def finetune(
     """
     with joined_team() as ranks, ranks.together("the start of fine-tuning"):
         need_accelerate()
-        _check(model, epochs, recipe, accumulate, checkpoint_every, seed)
+        if not isinstance(model, nn.Module):
+            raise InputError(f"the model is a {type(model).__name__}: pass a torch.nn.Module")
+        if teacher is not None and not isinstance(teacher, Teacher):
+            teacher = Teacher(teacher)
+        check_student(model, None if teacher is None else teacher.model)
+        _check(epochs, recipe, accumulate, checkpoint_every, seed)
         loader = _checked_loader(loader, model, resumable=checkpoint is not None)
         for name, function in (("loss", loss), ("input_of", input_of), ("evaluate", evaluate)):
             if function is not None and not callable(function):
                 raise InputError(f"{name} is a {type(function).__name__}: pass a function")
-        if teacher is not None and not isinstance(teacher, Teacher):
-            teacher = Teacher(teacher)
-        if teacher is not None and teacher.model is model:
-            raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
         objective = Objective(loss_of(loss), input_of or inputs_for(model), label_smoothing, teacher)
         units = None if soft is None else _soft_units(soft, model, objective.input_of(first_in(loader)))
         facts = {
@@ -162,11 +164,7 @@ def finetune(
     return FinetuneResult(model, recipe, epochs, len(losses), losses, resumed, scores, plan)
 
 
-def _check(model: nn.Module, epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}: pass a torch.nn.Module")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InputError(f"{type(model).__name__} has no trainable parameter: call model.requires_grad_(True) first")
+def _check(epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int) -> None:
     remedy = "pass ispasp.train.Sgd(lr=...) or ispasp.train.AdamW(lr=...)"
     if isinstance(recipe, PruningRecipe):
         raise InputError(f"recipe={recipe.name!r} is for keep= of ispasp.prune: {remedy}")
@@ -193,10 +191,7 @@ def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
     if batches == 0:
         raise InputError("the loader is empty: pass at least one batch (drop_last may have dropped the only one)")
     if resumable and getattr(loader, "persistent_workers", False):
-        raise InputError(
-            "a checkpoint cannot restore the random numbers of persistent workers: pass persistent_workers=False, or "
-            "no checkpoint"
-        )
+        raise InputError("persistent workers cannot resume: pass persistent_workers=False, or no checkpoint")
     return loader
 
 

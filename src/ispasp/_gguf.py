@@ -49,9 +49,7 @@ def export_gguf(
     dtype) this raises `ExportError` and writes nothing.
     """
     if dtype not in ("f16", "f32"):
-        raise InputError(
-            f'dtype={dtype!r}: pass "f16" or "f32"; llama.cpp\'s llama-quantize makes smaller ones of these'
-        )
+        raise InputError(f'dtype={dtype!r}: pass "f16" or "f32"; llama-quantize of llama.cpp makes smaller ones')
     gguf, path = needed("gguf", "exporting to GGUF", "gguf"), Path(path)
     with one_at_a_time(), plain(model.model if isinstance(model, Result) else model) as inner:
         with failing_as(InputError, f"{type(inner).__name__} is no Llama-type model", "write it with export_onnx"):
@@ -104,9 +102,8 @@ def _content(model: Any, *, half: bool) -> _Content:
         **{"attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": theta},
     }
     inner = {f"blk.{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.items()}
-    tensors = {
-        n: x.to("cpu", torch.float16 if half and x.ndim > 1 else torch.float32) for n, x in (outer | inner).items()
-    }
+    dtypes = torch.float32, torch.float16 if half else torch.float32  # of vectors, of matrices
+    tensors = {name: x.to("cpu", dtypes[x.ndim > 1]) for name, x in (outer | inner).items()}
     beyond = [name for name, x in tensors.items() if x.dtype == torch.float16 and not x.isfinite().all()]
     if beyond:
         raise ExportError(f'{beyond[0]} has entries beyond float16; nothing was written: pass dtype="f32"')
@@ -158,10 +155,11 @@ def _filled(layer: dict[str, Tensor], D: int, *, first: bool) -> dict[str, Tenso
     """
     if not first and not len(layer["attn_q.weight"]) and "attn_output.bias" not in layer:
         layer = {name: tensor for name, tensor in layer.items() if not name.startswith("attn_")}
-    sizes = {
-        name: [n or (D if name.startswith("attn_") else 1) for n in tensor.shape] for name, tensor in layer.items()
-    }
-    return {name: tensor if tensor.numel() else tensor.new_zeros(sizes[name]) for name, tensor in layer.items()}
+    for name, tensor in layer.items():
+        least = D if name.startswith("attn_") else 1
+        if not tensor.numel():
+            layer = {**layer, name: tensor.new_zeros([n or least for n in tensor.shape])}
+    return layer
 
 
 def _widths(layer: dict[str, Tensor], D: int) -> tuple[int, int, int]:
@@ -172,9 +170,8 @@ def _widths(layer: dict[str, Tensor], D: int) -> tuple[int, int, int]:
 
 def _arch(kind: str, outer: dict[str, Tensor], layers: list[dict[str, Tensor]], *, uniform: bool, square: bool) -> str:
     """The architecture that reads all of these tensors."""
-    native = (
-        uniform and "rope_freqs.weight" not in outer and not any(name in layer for layer in layers for name in _EXTRA)
-    )
+    extra = any(name in layer for layer in layers for name in _EXTRA) or "rope_freqs.weight" in outer
+    native = uniform and not extra
     if any("attn_q_norm.weight" in layer for layer in layers):
         if not native:
             raise InputError(

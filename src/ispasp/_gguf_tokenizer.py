@@ -26,9 +26,7 @@ def vocabulary(folder: Path, rows: int, config: Any) -> dict[str, Any]:
     """Metadata of the tokenizer in a folder, for an embedding of this many rows."""
     file = folder / "tokenizer.json"
     if not is_regular(file):
-        raise InputError(
-            f"{folder} has no tokenizer.json: save one with tokenizer.save_pretrained(folder), or {_REMEDY}"
-        )
+        raise InputError(f"{folder} has no tokenizer.json: write it by tokenizer.save_pretrained(folder), or {_REMEDY}")
     with failing_as(InputError, f"{file} cannot be read", f"save it again, or {_REMEDY}"):
         told: Any = json.loads(read_bytes(file))
         model, added = told["model"], {token["id"]: token for token in told.get("added_tokens", ())}

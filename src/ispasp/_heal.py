@@ -203,10 +203,8 @@ def healed(
         run.at.stages = run.at.stages or _stages(run, config, typical, time.monotonic() - start)
         run.run(store, saved, {name: rate / typical for name, rate in rates.items()})
         at, lr = run.at, max(stage.lr for stage in run.at.stages)
-        before, seconds, history = at.history[0][1], time.monotonic() - start, tuple(at.history)
-        return HealResult(
-            model, before, at.best, lr, at.step, seconds, run.pair.features, **counts, history=history, resumed=resumed
-        )
+        facts = at.history[0][1], at.best, lr, at.step, time.monotonic() - start, run.pair.features
+        return HealResult(model, *facts, **counts, history=tuple(at.history), resumed=resumed)
 
 
 def _store(config: Heal, counts: Mapping[str, int], ranks: Team, accelerator: Any) -> Store | None:
@@ -258,15 +256,18 @@ def _rates(parameters: Mapping[str, Tensor], turn: float) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate > 0}
 
 
-def _check(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch], held: Sequence[Batch]) -> None:
+def check_student(model: nn.Module, teacher: nn.Module | None) -> None:
+    """Raise unless the model can be trained towards the teacher."""
     if model is teacher:
         raise InputError("the teacher is the model itself: pass the dense model, or a copy made before pruning")
     if not any(p.requires_grad for p in model.parameters()):
-        raise InputError(f"no parameter of {type(model).__name__} can change: call model.requires_grad_(True) first")
+        raise InputError(f"{type(model).__name__} has no trainable parameter: call model.requires_grad_(True) first")
+
+
+def _check(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch], held: Sequence[Batch]) -> None:
+    check_student(model, teacher)
     places = [next((p.device for p in each.parameters()), None) for each in (model, teacher)]
     if places[0] != places[1]:
         raise InputError(f"model and teacher are on {places[0]} and {places[1]}: move both to one device")
     if not held or not batches:
-        raise InputError(
-            f"no held-out examples are left to judge healing by: pass {ENOUGH} or more examples, to prune hold_out=True"
-        )
+        raise InputError(f"no held-out examples are left to judge by: pass {ENOUGH} or more, to prune hold_out=True")

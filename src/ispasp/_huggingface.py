@@ -276,9 +276,8 @@ class _Family:
                 attributes[path] = changed
         if lost := next((name for name in theirs if name not in mine), ""):
             return f"{lost} is gone from the pruned model"
-        root = {
-            name.removeprefix("config."): dict(numbers(dense))[name] for name in attributes.get("", ()) if "." in name
-        }
+        known, named = dict(numbers(dense)), [name for name in attributes.get("", ()) if "." in name]
+        root = {name.removeprefix("config."): known[name] for name in named}
         tensors = {name: list(shape) for name, shape in mine.items() if theirs.get(name) != shape}
         return {"tensors": tensors, "attributes": attributes, "dense": root}
 

@@ -220,15 +220,13 @@ def _fits(dimension: HiddenDimension, pattern: str | Inside) -> bool:
 
 def _check_pattern(pattern: object) -> None:
     if not isinstance(pattern, (str, Inside)):
-        raise InputError(
-            f"{pattern!r} is not the name of a hidden dimension: pass a name or glob, such as {str(pattern)!r}"
-        )
+        remedy = f"pass a name or glob, such as {str(pattern)!r}"
+        raise InputError(f"{pattern!r} is not the name of a hidden dimension: {remedy}")
 
 
 def _check_fits(dimensions: Sequence[HiddenDimension], pattern: str | Inside) -> None:
     _check_pattern(pattern)
     if not any(_fits(dimension, pattern) for dimension in dimensions):
         known = ", ".join(d.name for d in dimensions[:5])
-        raise InputError(
-            f"no hidden dimension fits {str(pattern)!r}: the model has {known}, ...; print(ispasp.survey(model, batch))"
-        )
+        remedy = "print(ispasp.survey(model, batch)) shows all"
+        raise InputError(f"no hidden dimension fits {str(pattern)!r}: the model has {known}, ...; {remedy}")

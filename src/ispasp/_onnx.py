@@ -50,29 +50,24 @@ def export_onnx(
         raise InputError(f'dynamic={dynamic!r}: pass True, "batch" or False')
     if not tolerance >= 0:
         raise InputError(f"tolerance={tolerance}: pass a relative error >= 0, such as 1e-4")
+    path = Path(path)
     with one_at_a_time(), plain(model) as inner:
         for name in ("onnx", "onnxscript", "onnxruntime"):
             needed(name, "exporting to ONNX", "onnx")
-        return _write(inner, in_order(inner, one_batch(inner, batch)), Path(path), opset, tolerance, dynamic)
-
-
-def _write(
-    model: nn.Module, batch: Batch, path: Path, opset: int | None, tolerance: float, dynamic: bool | str
-) -> float:
-    axes = _axes(batch, dynamic)
-    others = [_resized(batch, axes, 2, shorter=2), _resized(batch, axes, 3, shorter=1)] if axes else []
-    with failing_as(ExportError, f"cannot export {type(model).__name__} to {path}", _remedy(model, axes)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with workspace(path.parent) as fresh, quiet(*TALKATIVE):
-            error = _export(model, batch, others, axes, fresh / path.name, opset)
-            if not error <= tolerance:
-                raise ExportError(
-                    f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}; nothing was "
-                    "written: export in float32 (model.float()), try another opset, or pass a higher tolerance"
-                    f"{' or dynamic=False' if axes else ''}"
-                )
-            for file in fresh.iterdir():  # the model, and its .data beyond 2 GiB
-                file.replace(path.parent / file.name)
+        batch = in_order(inner, one_batch(inner, batch))
+        axes = _axes(batch, dynamic)
+        with failing_as(ExportError, f"cannot export {type(inner).__name__} to {path}", _remedy(inner, axes)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with workspace(path.parent) as fresh, quiet(*TALKATIVE):
+                error = _export(inner, batch, axes, fresh / path.name, opset)
+                if not error <= tolerance:
+                    raise ExportError(
+                        f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}; nothing "
+                        "was written: export in float32 (model.float()), try another opset, or pass a higher tolerance"
+                        f"{' or dynamic=False' if axes else ''}"
+                    )
+                for file in fresh.iterdir():  # the model, and its .data beyond 2 GiB
+                    file.replace(path.parent / file.name)
     return error
 
 
@@ -128,9 +123,7 @@ def _resized(batch: Batch, axes: dict[int, str], copies: int, shorter: int) -> B
     return pytree.tree_map(change, batch)
 
 
-def _export(
-    model: nn.Module, batch: Batch, others: list[Batch], axes: dict[int, str], path: Path, opset: int | None
-) -> float:
+def _export(model: nn.Module, batch: Batch, axes: dict[int, str], path: Path, opset: int | None) -> float:
     # torch.export takes an axis of one row for a constant.
     sample = _resized(batch, axes, 2, shorter=0)
     args, kwargs = call_arguments(sample)
@@ -140,6 +133,7 @@ def _export(
     with evaluating(model):
         session = open_session(model, sample, path, **options)
     import_module("onnx.checker").check_model(str(path))
+    others = [_resized(batch, axes, 2, shorter=2), _resized(batch, axes, 3, shorter=1)] if axes else []
     checked = [batch, *others]
     return max(relative_error(_run(session, each), [t.cpu() for t in output_of(model, each)]) for each in checked)
 
@@ -163,7 +157,5 @@ def named_arrays(session: Any, batch: Batch) -> dict[str, Any]:
     names = [known.name for known in session.get_inputs()]
     inputs = [tensor.detach().cpu().numpy() for tensor in tensors_of(call_arguments(batch))]
     if len(names) != len(inputs):
-        raise ExportError(
-            f"the ONNX model has inputs {names}, the batch has {len(inputs)} tensors: leave out unused ones"
-        )
+        raise ExportError(f"the ONNX model has inputs {names}, the batch {len(inputs)} tensors: leave out unused ones")
     return dict(zip(names, inputs, strict=True))

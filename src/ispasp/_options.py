@@ -280,9 +280,8 @@ class Inputs:
             self.example = _try(model, self.first)
         except Exception as error:
             hint = "" if options.input_of else f"; it is {described(first)}, pass input_of=lambda batch: ... if needed"
-            raise InputError(
-                f"the model does not run on the first batch: {type(error).__name__}: {error}{hint}"
-            ) from error
+            reason = f"{type(error).__name__}: {error}{hint}"
+            raise InputError(f"the model does not run on the first batch: {reason}") from error
         if options.walks or isinstance(self._given, Sequence):
             self._divide()
 

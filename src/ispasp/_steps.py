@@ -353,9 +353,8 @@ def _without_refit(work: Work, site: Site, lockstep: Lockstep, done: Decisions, 
     factors = {name: values for name, values in chosen.items() if values}
     where = work.slot(site) if factors else Slot()
     with work.team.together(f"the error at {site.path}"):
-        found = lockstep.over(
-            site.number, done.edits, lambda all_: unfitted(site, next(all_), factors, done.kept, where)
-        )
+        one = lambda all_: unfitted(site, next(all_), factors, done.kept, where)  # noqa: E731
+        found = lockstep.over(site.number, done.edits, one)
     before, after, size = map(work.team.total, (found.before, found.after, found.size))
     return replace(found, before=before, after=after, size=size, note=note or found.note)
 

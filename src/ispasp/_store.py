@@ -251,12 +251,9 @@ def _check_ours(folder: Path, overwrite: bool) -> None:
     for name in found:
         if (folder / name).is_dir():
             raise SaveError(f"{folder / name} is a folder, not a file: choose another folder")
-    if not found or overwrite:
-        return
-    if not is_ours(folder):
-        raise SaveError(
-            f"{folder} holds {', '.join(found)} that ispasp did not write: choose another folder, or overwrite=True"
-        )
+    if found and not overwrite and not is_ours(folder):
+        names = ", ".join(found)
+        raise SaveError(f"{folder} holds {names} that ispasp did not write: choose another, or overwrite=True")
 
 
 def _of_huggingface(model: nn.Module) -> bool:

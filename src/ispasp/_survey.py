@@ -268,10 +268,8 @@ def _read_or_made(structure: Structure, path: str) -> frozenset[str]:
 
 def _dimension(found: Found, analysis: Analysis, structure: Structure, costs: CostModel) -> HiddenDimension:
     one = costs.cost({found.name: range(structure.units[found.name] - 1)})  # one unit less
-    cost = one.dense_params - one.params, one.dense_macs - one.macs
+    facts = found.producers, found.consumers, one.dense_params - one.params, one.dense_macs - one.macs
     read = (analysis.extent(axis) for contraction in analysis.tracker.contractions for axis in contraction.contracted)
     inside = (tuple(part for part in extent if any(name == found.name for name, _ in part)) for extent in read)
     channels = next((full_length(each) // found.atom.size for each in inside if each), 1)  # where it is read first
-    return HiddenDimension(
-        found.name, found.kind, found.atom.size, channels, found.producers, found.consumers, *cost, found.atom.stream
-    )
+    return HiddenDimension(found.name, found.kind, found.atom.size, channels, *facts, found.atom.stream)

@@ -79,9 +79,7 @@ def export(
     model: ModelOptions,
     path: Annotated[Path, typer.Argument(help="File to write, such as model.onnx or model.gguf.")],
     sample: o.Sample,
-    to: Annotated[
-        Literal["onnx", "gguf"] | None, o.option(None, "Format. Default: gguf for a file named .gguf, else onnx.")
-    ] = None,
+    to: Annotated[Literal["onnx", "gguf"] | None, o.option(None, "Format. Default: gguf for .gguf, else onnx.")] = None,
     dtype: Annotated[Literal["f16", "f32"], o.option(None, "Numbers of a GGUF file.")] = "f16",
     static: Annotated[bool, o.option(None, "ONNX for the shapes of the sample only.", "--static")] = False,
     opset: Annotated[int | None, o.option(None, "ONNX opset. Default: the exporter's.", min=1)] = None,
@@ -123,9 +121,7 @@ class TrainingOptions:
     """How to train."""
 
     epochs: float = o.opt(1.0, None, "Passes over the data, such as 10 or 0.5.")
-    optimizer: Literal["sgd", "adamw"] = o.opt(
-        "sgd", None, "sgd with momentum and a cosine schedule, adamw with a linear decay."
-    )
+    optimizer: Literal["sgd", "adamw"] = o.opt("sgd", None, "sgd with momentum and cosine, adamw with linear decay.")
     lr: float | None = o.opt(None, None, "Learning rate. Default: 0.01 for sgd, 5e-5 for adamw.")
     label_smoothing: float = o.opt(0.0, None, "Label smoothing.")
     teacher: str = o.opt("", None, "Dense model to distill from as well; as MODEL of `ispasp prune`.")
@@ -192,9 +188,7 @@ def _judge(val: str, loaded: Loaded, found: Examples, wanted: o.Wanted, batch_si
     held = load_data(val, loaded, wanted)
     unknown = sorted(set(held.classes) - set(found.classes))
     if found.classes and unknown:
-        raise InputError(
-            f"--data and --val have different classes, such as {unknown[0]!r}: pass folders with the same sub-folders"
-        )
+        raise InputError(f"--data and --val have different classes, such as {unknown[0]!r}: pass the same sub-folders")
     return scorer(loaded, held, batch_size, names=found.classes)
 
 

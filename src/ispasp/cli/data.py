@@ -67,9 +67,8 @@ def from_dataset(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
     if isinstance(first, str):
         return _tokenised([[str(line or "") for line in rows[key]]], text, loaded, wanted, (labels, ()))
     if not hasattr(first, "convert"):
-        raise InputError(
-            f"column {key!r} of {where} holds {type(first).__name__}: pass --key, a column of text or images"
-        )
+        kind = type(first).__name__
+        raise InputError(f"column {key!r} of {where} holds {kind}: pass --key, a column of text or images")
     return pictures(len(rows), lambda i: rows[i][key].convert("RGB"), text, (labels, ()), loaded, wanted)
 
 
@@ -77,9 +76,8 @@ def _column(where: object, columns: Sequence[str], given: str, usual: Sequence[s
     """The column that the user names, else the first with a usual name. Without `what` there need be none."""
     found = given or next((name for name in usual if name in columns), "")
     if found not in columns and (found or what):
-        raise InputError(
-            f"{where} has the columns {', '.join(columns)}: pass {flag}, the one with the {what or 'labels'}"
-        )
+        known = ", ".join(columns)
+        raise InputError(f"{where} has the columns {known}: pass {flag}, the one with the {what or 'labels'}")
     return found
 
 
@@ -275,9 +273,7 @@ def from_npz(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     chosen = {name: _tensor(_array(path, arrays, name), loaded, prepare) for name in names}
     first = chosen[names[0]]
     if any(not arrays[name].ndim or len(arrays[name]) != len(first) for name in names):
-        raise InputError(
-            f"{path}: the first axis of {', '.join(names)} must be the examples: save all arrays like that"
-        )
+        raise InputError(f"{path}: the first axis of {', '.join(names)} must be the examples: save all like that")
     if not len(first):
         raise InputError(f"{path}: {names[0]!r} holds no example: pass an array with at least one")
     if labels is not None and len(labels) != len(first):

@@ -57,9 +57,7 @@ class Preprocessing:
         found = self.sized(given.get("size", self.size))
         found = replace(found, **given, source=", ".join([self.source, *(f"--{name}" for name in given)]))
         if found.resize < found.size:
-            raise InputError(
-                f"--resize {found.resize} is less than the side {found.size} of the crop: pass a smaller --size"
-            )
+            raise InputError(f"--resize {found.resize} is less than the side {found.size} of the crop: lower --size")
         colours = max(len(found.mean), len(found.std))
         mean, std = (values * colours if len(values) == 1 else values for values in (found.mean, found.std))
         return replace(found, mean=mean, std=std)
@@ -266,9 +264,7 @@ def matched(examples: Examples, outputs: int, names: Sequence[str] = ()) -> Exam
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= outputs:
         wrong = f"up to {highest}" if highest >= outputs else f"from {lowest} on"
-        raise InputError(
-            f"{examples.text} have labels {wrong}, the model has {outputs:,} outputs: pass data of its classes"
-        )
+        raise InputError(f"{examples.text} have labels {wrong}, the model has {outputs:,} outputs: pass other data")
     return replace(examples, labels=labels)
 
 

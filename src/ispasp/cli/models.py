@@ -33,9 +33,8 @@ from ispasp.integrations.torchvision import import_torchvision
 
 RESULT = "result.json"  # `Result.to_json`, the model as it was typed, and the command
 PRETRAINED = "pretrained"
-_FORMS = (
-    "torchvision:NAME, timm:NAME, hf:FOLDER_OR_NAME, path/to/file.py:factory, or a folder that `ispasp prune` wrote"
-)
+_FORMS = "torchvision:NAME, timm:NAME, hf:FOLDER_OR_NAME, path/to/file.py:factory, or a folder of `ispasp prune`"
+_WITH_OPTIONS = "Options follow the name: torchvision:resnet18:num_classes=10, nets.py:build:width=32."
 _FACTORY = re.compile(r"(?P<file>.+\.py):(?P<call>[^/\\]*)", re.DOTALL)
 _FETCHES = re.compile(r"weights|pretrained|checkpoint|path|url|cfg|hub")  # options that read other files
 
@@ -44,15 +43,8 @@ _FETCHES = re.compile(r"weights|pretrained|checkpoint|path|url|cfg|hub")  # opti
 class ModelOptions:
     """Which model."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"{_FORMS}. Options follow the name: torchvision:resnet18:num_classes=10, nets.py:build:width=32."
-        ),
-    ]
-    weights: str = o.opt(
-        "", None, "Safetensors or state dict (.pt, .pth); pretrained to fetch torchvision's or timm's."
-    )
+    model: Annotated[str, typer.Argument(help=f"{_FORMS}. {_WITH_OPTIONS}")]
+    weights: str = o.opt("", None, "Safetensors or state dict (.pt, .pth); pretrained fetches torchvision's or timm's.")
     dense: o.Dense = ""
     task: Task | None = o.opt(None, None, "Class of a Hugging Face model. Default: as its config says.")
 
@@ -76,9 +68,7 @@ def _load(spec: str, weights: str = "", dense: str = "", task: Task | None = Non
     kind, _, rest = spec.partition(":")
     folder = saved_folder(spec)
     if task and (folder is not None or kind != "hf"):
-        raise InputError(
-            f"--task {task.value} is for Hugging Face models, hf:FOLDER_OR_NAME, not for {spec}: leave it out"
-        )
+        raise InputError(f"--task {task.value} is for Hugging Face models (hf:), not for {spec}: leave it out")
     if folder is not None:
         if weights:
             raise InputError(f"--weights beside {spec}: the folder holds its weights, so leave --weights out")

@@ -107,8 +107,8 @@ class AmountOptions:
     keep: list[Any] | None = o.opt(
         None, _AMOUNT, "Units (0.5 by default; or a number), or GLOB=0.5; repeatable, first match counts.", parser=share
     )
-    macs: Any = o.opt(None, _AMOUNT, "Fraction or number of MACs that stay.", parser=number)
-    params: Any = o.opt(None, _AMOUNT, "Fraction or number of parameters that stay.", parser=number)
+    macs: Any = o.opt(None, _AMOUNT, "Fraction or number of MACs that stay.", parser=lambda t: Macs(number(t)))
+    params: Any = o.opt(None, _AMOUNT, "Fraction or number of parameters.", parser=lambda t: Params(number(t)))
     latency: Any = o.opt(None, _AMOUNT, "Time of a call: a fraction of the dense, or 12ms.", parser=time_of)
     runtime: Literal["eager", "compile", "onnx"] = o.opt("eager", _AMOUNT, "What --latency is measured in.")
     latency_batch: int = o.opt(1, _AMOUNT, "Examples in a call that --latency measures.", min=1)
@@ -126,17 +126,13 @@ class AmountOptions:
     def amount(self) -> Any:
         """Return `keep=` of `ispasp.prune`: a number, globs, a budget or a recipe."""
         names = ("keep", "macs", "params", "latency", "recipe", "plan")
-        given = [name for name in names if getattr(self, name) not in (None, [])]
+        given = {name: value for name in names if (value := getattr(self, name)) not in (None, [])}
         if len(given) > 1:
             raise InputError(f"--{' and --'.join(given)} together: pass one of --{', --'.join(names)}")
-        if self.macs is not None:
-            return Macs(self.macs)
-        if self.params is not None:
-            return Params(self.params)
         if self.latency is not None:
             return Latency(**self.latency, batch=self.latency_batch, runtime=self.runtime)
-        if self.recipe is not None or self.plan is not None:
-            return self.recipe or self.plan
+        if given and not self.keep:
+            return next(iter(given.values()))
         rules = {pattern or "*": value for pattern, value in self.keep or [("", 0.5)]}
         plain = self.keep is None or (len(rules) == 1 and not self.keep[0][0])
         return rules["*"] if plain else rules

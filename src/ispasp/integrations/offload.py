@@ -54,17 +54,14 @@ class _Dispatch:
 
 def _take_off(model: nn.Module) -> _Dispatch:
     hooks = {path: module._hf_hook for path, module in model.named_modules() if hasattr(module, "_hf_hook")}
-    held = {
-        full: (hook.weights_map, name) for path, hook in _offloading(hooks) for name, full in _names(model, path, hook)
-    }
+    offloading = [(hook, _names(model, path, hook)) for path, hook in _offloading(hooks)]
+    held = {full: (hook.weights_map, name) for hook, names in offloading for name, full in names}
     tensors = named_tensors(model)
     known = {id(tensors[name]) for name in held}  # a module that is used twice has a second name
     devices = {name: tensor.device for name, tensor in tensors.items() if id(tensor) not in known}
     lost = [name for name, device in devices.items() if device.type == "meta"]
     if lost:
-        raise InputError(
-            f"{lost[0]!r} is on the meta device, and no hook has its value: load the model's weights first"
-        )
+        raise InputError(f"{lost[0]!r} is on the meta device, no hook has its value: load the model's weights first")
     for name, (weights, key) in held.items():
         if tensors[name].is_meta:
             _accelerate().set_module_tensor_to_device(model, name, "cpu", value=weights[key])

@@ -201,9 +201,8 @@ def _table(rows: Sequence[Record], compensated: bool) -> str:
 
 def _row(number: int, row: Record, keys: Mapping[str, str]) -> str:
     kept, units = row["kept"], row["units"]
-    cells = "".join(
-        f'<td class="r number" data-label="{label}">{_percent(row.get(key))}</td>' for label, key in keys.items()
-    )
+    texts = {label: _percent(row.get(key)) for label, key in keys.items()}
+    cells = "".join(f'<td class="r number" data-label="{label}">{text}</td>' for label, text in texts.items())
     if kept < units:
         before = row.get(keys["before"]) if "before" in keys else None
         whole, errors = "", svg.dumbbell(before, row.get("relative_error"))

@@ -191,9 +191,8 @@ def _cell(side: str, text: str, tag: str = "td") -> str:
 def _wrapped(label: str, text: str) -> list[str]:
     """Lines as wide as the terminal, indented under the text. Names are not broken."""
     indent = " " * (len(label) if label.strip() else len(label) + 2)
-    wrapper = textwrap.TextWrapper(
-        max(_terminal_width(), 40), label, indent, break_long_words=False, break_on_hyphens=False
-    )
+    wrapper = textwrap.TextWrapper(max(_terminal_width(), 40), label, indent)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(text) or [label.rstrip()]
 
 
