@@ -216,6 +216,9 @@ def test_mixed_precision_makes_rows_of_its_own(folder: Path) -> None:
     (mixed,) = run(training=replace(TRAINING, precision="bf16"), progress=False)
     assert "precision" not in full.settings
     assert mixed.settings == f"{full.settings} precision=bf16"
+    text = cnn_finetune.summary([full, mixed], "the command")
+    assert text.count(f"## {NAME} at keep 0.5") == 2  # one table each
+    assert f"Settings: `{mixed.settings}`" in text
     assert not list(run(training=replace(TRAINING, precision="bf16"), progress=False))
 
 

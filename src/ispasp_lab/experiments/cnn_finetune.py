@@ -44,7 +44,10 @@ _SCRATCH_LR = 0.1  # as networks for CIFAR-10 are trained from the start
 
 @dataclass(frozen=True)
 class Row:
-    """One network. `pruned`: percent right before the training at the end; `cpu_s`: of everything, all threads."""
+    """One network. `pruned`: percent right before the training at the end.
+
+    `cpu_s`: processor time of everything, all threads; of a run that was interrupted, since it went on.
+    """
 
     model: str
     data: str
@@ -179,7 +182,7 @@ def write(settings: Settings, folder: Path, command: str) -> Path:
 
 
 def summary(rows: Sequence[Row], command: str) -> str:
-    """One table for each network and size: mean and range over the seeds, best first.
+    """One table for each network, its settings and size: mean and range over the seeds, best first.
 
     >>> row = Row("net", "cifar10", "", "l1", 0.5, 0, 60.0, 91.0, 39, 2e7, 1e5, 60.0)
     >>> print(summary([row, replace(row, seed=1, accuracy=92.0)], "ispasp reproduce cnn --finetune").splitlines()[-1])
@@ -191,20 +194,22 @@ def summary(rows: Sequence[Row], command: str) -> str:
         f"Made by `{command}`. Block by block, with training after each block and at the end, as the paper's Table 1."
         " All methods keep the same fraction of every block, so the networks have the same size. Accuracy in percent,"
         " the mean over the seeds; range: largest minus smallest. `pruned`: before the training at the end."
-        " `auto` is `obs` with compensation towards the dense network. `sfp` is soft filter pruning, `scratch-e` and"
-        " `scratch-b` are the same architecture trained from new weights, for as many epochs or for as much compute.",
+        " `auto` is `obs` with compensation towards the dense network. `sfp` is soft filter pruning, which starts at"
+        " the dense network: its `pruned` is the dense accuracy. `scratch-e` and `scratch-b` are the same architecture"
+        " trained from new weights, for as many epochs or for as much compute.",
         "",
     ]
-    for model, keep in sorted({(row.model, row.keep) for row in rows}, key=lambda each: (each[0], -each[1])):
-        here = [row for row in rows if (row.model, row.keep) == (model, keep)]
-        lines += [f"## {model} at keep {keep:g}: {here[0].macs / 1e6:,.1f} M MACs", ""]
+    groups = {(row.model, row.settings, row.keep) for row in rows}
+    for model, how, keep in sorted(groups, key=lambda each: (each[0], each[1], -each[2])):
+        here = [row for row in rows if (row.model, row.settings, row.keep) == (model, how, keep)]
+        lines += [f"## {model} at keep {keep:g}: {here[0].macs / 1e6:,.1f} M MACs", "", f"Settings: `{how}`.", ""]
         lines += [
             "| method | pruned | trained | range | seeds | epochs | CPU min |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        groups = {name: [row for row in here if row.method == name] for name in {row.method for row in here}}
-        best = max(mean(row.accuracy for row in group) for group in groups.values())
-        for name, group in sorted(groups.items(), key=lambda each: -mean(row.accuracy for row in each[1])):
+        methods = {name: [row for row in here if row.method == name] for name in {row.method for row in here}}
+        best = max(mean(row.accuracy for row in group) for group in methods.values())
+        for name, group in sorted(methods.items(), key=lambda each: -mean(row.accuracy for row in each[1])):
             right = [row.accuracy for row in group]
             shown = f"**{mean(right):.2f}**" if mean(right) == best else f"{mean(right):.2f}"
             cells = [
