@@ -75,21 +75,18 @@ def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analy
     or ties is frozen or tied in all. The training path is tracked too if it may differ from eval mode.
     """
     everything = _values(model)
-    tracker, *others = (Tracker(trace(model, each), everything) for each in (batch, *also))
-    reached = _used(everything, (tracker, *others))
+    tracker, *others = walks = [Tracker(trace(model, each), everything) for each in (batch, *also)]
+    reached, training = _used(everything, walks), None
     by_mode = _may_differ_in_training(model, everything, reached)
-    training = None
     if by_mode:
         with suppress(TraceError):  # surgery is tried in training mode in any case
-            training = Tracker(trace(model, batch, training=True), everything)
-    walks = (tracker, *others, *([training] if training else []))
+            walks.append(training := Tracker(trace(model, batch, training=True), everything))
     tensors = _used(everything, walks)
     for other in others:
         _freeze_unmatched(tracker, other)
     _choose_factors(walks, tensors)
     found = _collect(tracker)
-    trained = _used(everything, [training]) if training else {}
-    frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, trained))
+    frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, tensors))
     known = Analysis(tracker.trace, tracker, tensors, found, frozen, {}, tuple(others), training, by_mode)
     return known.naming(found)
 
@@ -121,11 +118,11 @@ def _used(values: Mapping[str, Value], walks: Iterable[Tracker]) -> dict[str, Va
 def matches(main: Tracker, other: Tracker) -> dict[int, fx.Node]:
     """Find the contractions of one walk in another: the n-th use of the same parameters in the same way."""
     mine, theirs = _uses(main), _uses(other)
-    pairs = ((uses, theirs.get(key, [])) for key, uses in mine.items())
-    alike = (
-        zip(*both, strict=True) for both in pairs if len(both[0]) == len(both[1])
-    )  # else they cannot be told apart
-    return {number: node for uses in alike for (number, _), (_, node) in uses}
+    found: dict[int, fx.Node] = {}
+    for key, uses in mine.items():
+        if len(uses) == len(theirs.get(key, [])):  # else they cannot be told apart
+            found |= {number: node for (number, _), (_, node) in zip(uses, theirs[key], strict=True)}
+    return found
 
 
 def _uses(walk: Tracker) -> dict[Any, list[tuple[int, fx.Node]]]:
@@ -181,28 +178,21 @@ def _branches(source: str) -> bool:
     return any(_BY_MODE.search(line) and not _SAME_AXES.search(line) for line in source.splitlines())
 
 
-def _unreached(
-    model: nn.Module, reached: Mapping[str, Value], trained: Mapping[str, Value]
-) -> Iterator[tuple[str, Reason]]:
-    """The outermost modules none of whose parameters the traces in eval mode read."""
+def _unreached(model: nn.Module, reached: Collection[str], read: Collection[str]) -> Iterable[tuple[str, Reason]]:
+    """The outermost modules none of whose parameters are reached in eval mode; some may be read in training."""
     left: dict[str, Reason] = {}
-    for name, _ in model.named_parameters():
-        if name in reached:
-            continue
-        parts = owner(name).split(".")
-        paths = [".".join(parts[: k + 1]) for k in range(len(parts))]
+    for name in (name for name, _ in model.named_parameters() if name not in reached):
+        paths = itertools.accumulate(owner(name).split("."), "{}.{}".format)
         path = next((p for p in paths if not any(n.startswith(f"{p}.") for n in reached)), owner(name)) or name
-        left.setdefault(path, Reason(_TRAINING_ONLY if name in trained else _NEVER))
-    yield from left.items()
+        left.setdefault(path, Reason(_TRAINING_ONLY if name in read else _NEVER))
+    return left.items()
 
 
 # Hidden dimensions --------------------------------------------------------------------------------------------------
 def _choose_factors(walks: Sequence[Tracker], tensors: Mapping[str, Value]) -> None:
     """Let one factor of each product lose units: heads first, else the factor with the most units."""
-    values = [*tensors.values()]
-    for walk in walks:
-        values += [v for node, v in walk.values.items() if node.op == "call_function" and isinstance(v, Value)]
-    axes = [axis for value in values for axis in value.axes]
+    made = (value for walk in walks for node, value in walk.values.items() if node.op == "call_function")
+    axes = [axis for value in (*tensors.values(), *made) if isinstance(value, Value) for axis in value.axes]
     axes += [axis for walk in walks for c in walk.contractions for axis in (*c.contracted, *c.made)]
     for axis in axes:
         resolve(axis)  # may freeze concatenations inside products
@@ -261,7 +251,7 @@ def _name(producer: str, kind: str, makers: list[Contraction]) -> str:
     return (producer.rpartition(".")[0] or producer) if inside else producer
 
 
-def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[str, Reason]]:
+def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> list[tuple[str, Reason]]:
     rows: dict[tuple[str, str], Reason] = {}
     for contraction in tracker.contractions:
         reasons = [atom.frozen for axis in contraction.made for atom in atoms_of(axis)]
@@ -272,7 +262,7 @@ def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> Iterator[tuple[st
         for atom in (atom for axis in value.axes for atom in atoms_of(axis)):
             if atom.frozen is not None and atom.frozen.text.startswith("no rule"):
                 rows.setdefault((owner(name) or name, atom.frozen.text), atom.frozen)
-    yield from ((path, why) for (path, _), why in rows.items())
+    return [(path, why) for (path, _), why in rows.items()]
 
 
 def layers_of(analysis: Analysis) -> Iterator[tuple[str, Extent]]:
@@ -327,10 +317,6 @@ def cost_model(analysis: Analysis, model: nn.Module, batch: Batch) -> CostModel:
 
 def _row(analysis: Analysis, axes: Iterable[Axis]) -> Product:
     """Axes without units become one factor."""
-    factor, extents = 1, []
-    for extent in map(analysis.extent, axes):
-        if names_in(extent):
-            extents.append(extent)
-        else:
-            factor *= full_length(extent)
-    return factor, tuple(extents)
+    extents = [*map(analysis.extent, axes)]
+    factor = math.prod(full_length(extent) for extent in extents if not names_in(extent))
+    return factor, tuple(filter(names_in, extents))

@@ -27,10 +27,7 @@ Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(
 # Calling a model ----------------------------------------------------------------------------------------------------
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, under all their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -55,10 +52,8 @@ def _without_cache_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fresh_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`call_arguments` with copies of the tensors: a forward may write into its inputs."""
-    copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.detach().clone(), call_arguments(batch)
-    )
-    return copies
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), call_arguments(batch))
+    return args, kwargs
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
@@ -263,10 +258,9 @@ def _silent(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         fx_config.do_not_emit_stack_traces = without_stacks
+        del model.forward
         if own:
             model.forward = forward
-        else:
-            del model.forward
 
 
 def _export_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], first: Exception) -> Any:

@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 from ispasp.errors import InputError
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, length, new_axis, unite
 from ispasp.graph.ops import Operand, given_to, overloads
-from ispasp.graph.trace import Source, Trace
+from ispasp.graph.trace import Trace
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 
 _CHECKS = ("_assert_", "sym_constrain_range")  # ops that only check their arguments
+_CONSTANT = "belongs to a constant in the forward"
 _INLINED = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
@@ -135,28 +136,23 @@ class Tracker:
         self.weight_norms: list[tuple[str, str, int]] = []  # v, g, dim
         self.unread = _unread(trace.graph)
         self._depth = 0
-        inputs = [self._input(node, tensors) for node in trace.graph.find_nodes(op="placeholder")]
+        inputs: list[Any] = []
+        for node in trace.graph.find_nodes(op="placeholder"):
+            source = trace.sources[node.name]
+            known = tensors.get(source.name) if source.kind in ("parameter", "buffer") else None
+            what = "is an axis of the model input" if source.kind == "input" else _CONSTANT
+            inputs.append(known or fresh(node, Reason(what, node.name)))
         freeze_all(self._walk(trace.module, inputs), Reason("reaches the model output"))
-
-    def _input(self, node: fx.Node, tensors: Mapping[str, Value]) -> Any:
-        source = self.trace.sources.get(node.name, Source("input", node.name))
-        if source.kind in ("parameter", "buffer") and source.name in tensors:
-            return tensors[source.name]
-        what = "is an axis of the model input" if source.kind == "input" else "belongs to a constant in the forward"
-        return fresh(node, Reason(what, node.name))
 
     def _walk(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Give every node of a graph its value; returns those of its outputs."""
         self.values.update(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        outputs: list[Any] = []
         for node in module.graph.nodes:
             if node.op == "call_function":
                 self.values[node] = self._call(module, node)
             elif node.op == "get_attr":
-                self.values[node] = fresh(node, Reason("belongs to a constant in the forward", node.name))
-            elif node.op == "output":
-                outputs = [self._value(argument) for argument in _leaves(node.args[0])]
-        return outputs
+                self.values[node] = fresh(node, Reason(_CONSTANT, node.name))
+        return [self._value(argument) for argument in _leaves(module.graph.output_node().args[0])]
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -235,10 +231,8 @@ class Tracker:
         if self._depth:  # masks are put on the outer graph only
             for axis in contracted:
                 freeze(axis, Reason("is read inside a higher-order op", node.name))
-        operand, dims = data
-        self.contractions.append(
-            Contraction(node, kind, operand, tuple(dims), tuple(contracted), tuple(made), parameter.parameters)
-        )
+        (operand, dims), axes = data, (tuple(contracted), tuple(made))
+        self.contractions.append(Contraction(node, kind, operand, tuple(dims), *axes, parameter.parameters))
 
     def counts(self, parameter: Value | None, attribute: str, axis: Axis) -> None:
         """Record that an attribute of the parameter's module is the length of an axis."""

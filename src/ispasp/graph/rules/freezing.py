@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from ispasp.graph.atoms import Reason, flatten, freeze, length, split
-from ispasp.graph.rules.arithmetic import broadcast
 from ispasp.graph.track import Tracker, Value, freeze_all, fresh, listed, rule
 
 # Reductions ---------------------------------------------------------------------------------------------------------
@@ -77,25 +76,13 @@ def _each_channel(t: Tracker, node: fx.Node, x: Value, arguments: dict[str, Any]
     return x.with_axis(1, axis)
 
 
-@rule("batch_norm.default")
-def _batch_norm(t: Tracker, node: fx.Node, x: Value, training: bool, **arguments: Any) -> Value:
+@rule("batch_norm.default _native_batch_norm_legit_no_training.default _native_batch_norm_legit_functional.default")
+def _batch_norm(t: Tracker, node: fx.Node, x: Value, training: bool = False, **arguments: Any) -> Any:
+    """Inside torch.vmap it also returns tensors for a backward pass and new running statistics."""
     if training:
         t.freeze(node, x.without(1), range(len(x.axes) - 1), "batch statistics average over this axis")
-    return _each_channel(t, node, x, arguments)
-
-
-@rule("_native_batch_norm_legit_no_training.default")
-def _batch_norm_in_eval(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
-    """batch_norm inside torch.vmap: returns the output, and two tensors for a backward pass."""
-    rest = fresh(node, Reason("is kept for a backward pass", node.name))
-    return [_each_channel(t, node, x, arguments), *rest[1:]]
-
-
-@rule("_native_batch_norm_legit_functional.default")
-def _batch_norm_in_training(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> list[Value]:
-    """The same in training mode, with new running statistics beside."""
-    out = _batch_norm(t, node, x, **{**arguments, "training": True})
-    return [out, *(Value((out.axes[1],)) for _ in range(4))]
+    out, made = _each_channel(t, node, x, arguments), fresh(node, Reason("is kept for a backward pass", node.name))
+    return [out, *made[1:]] if isinstance(made, list) else out
 
 
 @rule("instance_norm.default")
@@ -146,16 +133,12 @@ _upsample_nearest_exact _upsample_bilinear _upsample_bicubic
 """
 
 
+@rule("grid_sampler grid_sampler_2d")
 @rule(" ".join(f"{op}{n}d{end}" for op in _SPATIAL.split() for n in (1, 2, 3) for end in ("", "_aa", "_with_indices")))
 def _resized(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
     x = next(value for value in arguments.values() if isinstance(value, Value))
-    count = next(n for n in (1, 2, 3) if f"{n}d" in _name(node))
+    count = next((n for n in (1, 2, 3) if f"{n}d" in _name(node)), len(x.axes) - 2)
     return listed(node, t.remake(node, x, range(-count, 0), "is spatial"))
-
-
-@rule("grid_sampler grid_sampler_2d")
-def _sampled(t: Tracker, node: fx.Node, x: Value, grid: Value, **_: Any) -> Value:
-    return t.remake(node, x, range(2, len(x.axes)), "is spatial")
 
 
 # Indexing -----------------------------------------------------------------------------------------------------------
@@ -167,20 +150,16 @@ def _select(t: Tracker, node: fx.Node, x: Value, dim: int, index: Any) -> Value:
 
 @rule("embedding.default")
 def _embedding(t: Tracker, node: fx.Node, weight: Value, indices: Value, **_: Any) -> Value:
-    _look_up(t, node, weight)
-    return Value((*indices.axes, weight.axes[1]))
-
-
-def _look_up(t: Tracker, node: fx.Node, weight: Value) -> None:
     t.freeze(node, weight, [0], "is looked up by index")
     if weight.is_parameter:
         t.tables.append(weight)
+    return Value((*indices.axes, weight.axes[1]))
 
 
 @rule("embedding_bag _embedding_bag _embedding_bag_forward_only")
-def _embedding_bag(t: Tracker, node: fx.Node, weight: Value, per_sample_weights: Value | None = None, **_: Any) -> Any:
-    _look_up(t, node, weight)
-    freeze_all(per_sample_weights, Reason("weighs rows of a table", node.name))
+def _embedding_bag(t: Tracker, node: fx.Node, weight: Value, indices: Value, **arguments: Any) -> Any:
+    _embedding(t, node, weight, indices)
+    freeze_all(arguments.get("per_sample_weights"), Reason("weighs rows of a table", node.name))
     made = fresh(node, Reason("counts bags", node.name))
     return [Value((made[0].axes[0], weight.axes[1])), *made[1:]]
 
@@ -237,13 +216,10 @@ def _by_value(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
     return fresh(node, reason)
 
 
-@rule("index_put index_put_ scatter scatter_ scatter_add scatter_add_ index_add index_add_")
+_WRITING = "index_put index_put_ scatter scatter_ scatter_add scatter_add_ index_add index_add_"
+
+
+@rule(f"{_WRITING} slice_scatter select_scatter")
 def _written(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Value:
-    freeze_all([x, *arguments.values()], Reason("is written by index", node.name))
+    freeze_all([x, *arguments.values()], Reason("is written by position", node.name))
     return x
-
-
-@rule("slice_scatter select_scatter")
-def _scattered(t: Tracker, node: fx.Node, x: Value, src: Value, **_: Any) -> Value:
-    freeze_all([x, src], Reason("is written by position", node.name))
-    return broadcast(t, node, [x])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -10,44 +11,43 @@ from torch import fx
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, cut, flatten, freeze, length, split
 from ispasp.graph.track import Tracker, Value, common_parameters, fresh, rule
 
+_CUT_BY_DATA = "is cut at a place that depends on the data"
+
+
+def _by_data(node: fx.Node, x: Value, why: str) -> Any:
+    """A result whose axes have no known relation to those of x."""
+    x.freeze(reason := Reason(why, node.name))
+    return fresh(node, reason)
+
 
 @rule("view _unsafe_view reshape flatten unflatten view_as reshape_as squeeze unsqueeze squeeze_ unsqueeze_")
-def _view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+def _view(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Any:
     """Merge and split axes by the sizes before and after."""
     before, after = [length(axis) for axis in x.axes], list(t.shape(node))
     if UNKNOWN in before or UNKNOWN in after or 0 in before:
-        why = "has no entries" if 0 in before else "is reshaped to a size that depends on the data"
-        reason = Reason(why, node.name)
-        x.freeze(reason)
-        return fresh(node, reason)  # type: ignore[no-any-return]
+        return _by_data(node, x, "has no entries" if 0 in before else "is reshaped to a size that depends on the data")
     reason = Reason("is reshaped across its structure", node.name)
     axes: list[Axis] = []
     for sources, targets in _matched(before, after):
-        whole = flatten([x.axes[i] for i in sources])
-        axes += split(whole, [after[j] for j in targets], reason) if targets else []
+        if after[targets]:
+            axes += split(flatten(x.axes[sources]), after[targets], reason)
     return x.with_axes(axes)
 
 
-def _matched(before: list[int], after: list[int]) -> list[tuple[list[int], list[int]]]:
+def _matched(before: list[int], after: list[int]) -> Iterator[tuple[slice, slice]]:
     """Smallest groups of dimensions with equal products."""
-    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
-        sources: list[int] = []
-        targets: list[int] = []
-        p = q = 1
+        sources, targets = i, j
         if i < len(before) and (j >= len(after) or before[i] == 1 != after[j]):  # a dimension of size 1 goes
-            i, sources = i + 1, [i]
-        elif j < len(after) and (i >= len(before) or after[j] == 1 != before[i]):  # a dimension of size 1 comes
-            j, targets = j + 1, [j]
+            i += 1
+        elif i >= len(before) or after[j] == 1 != before[i]:  # a dimension of size 1 comes
+            j += 1
         else:
-            while not sources or p != q:
-                if p <= q and i < len(before):
-                    p, i, sources = p * before[i], i + 1, [*sources, i]
-                else:
-                    q, j, targets = q * after[j], j + 1, [*targets, j]
-        groups.append((sources, targets))
-    return groups
+            i, j = i + 1, j + 1
+            while (p := math.prod(before[sources:i])) != (q := math.prod(after[targets:j])):
+                i, j = (i + 1, j) if p < q else (i, j + 1)
+        yield slice(sources, i), slice(targets, j)
 
 
 @rule("permute.default")
@@ -138,16 +138,10 @@ def _pieces(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
     for part in node.meta["val"]:
         size = part.shape[dim]
         if not isinstance(size, int):
-            return _cut_by_data(node, x)
+            return _by_data(node, x, _CUT_BY_DATA)
         found.append(_piece(node, x, dim, start, start + size))
         start += size
     return found
-
-
-def _cut_by_data(node: fx.Node, x: Value) -> Any:
-    reason = Reason("is cut at a place that depends on the data", node.name)
-    x.freeze(reason)
-    return fresh(node, reason)
 
 
 @rule("chunk unsafe_chunk split.Tensor unsafe_split")
@@ -167,7 +161,7 @@ def _slice(t: Tracker, node: fx.Node, x: Value, dim: int, start: Any, end: Any, 
     """One cut; a step takes single positions, which freezes the axis."""
     size = length(x.axes[dim])
     if size == UNKNOWN or not all(isinstance(value, (int, type(None))) for value in (start, end)):
-        return _cut_by_data(node, x)
+        return _by_data(node, x, _CUT_BY_DATA)
     if step != 1:
         return t.remake(node, x, [dim], "is sampled by position")
     first, last, _ = slice(start, end).indices(size)
