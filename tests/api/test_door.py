@@ -253,7 +253,7 @@ def test_a_loss_of_output_and_labels(loss: Any) -> None:
     options: dict[str, Any] = {"method": "taylor", "input_of": lambda batch: batch[0], "batches": data}
     expected = pruned(loss=lambda output, batch: functional.cross_entropy(output, batch[1]), **options)
     assert pruned(loss=loss, **options).plan.kept == expected.plan.kept
-    with pytest.raises(ispasp.errors.InputError, match="compares an output with labels.*yield \\(inputs, labels"):
+    with pytest.raises(ispasp.errors.InputError, match="takes labels, and a .* has none: yield \\(inputs, labels"):
         pruned(loss=loss, method="taylor")
 
 
@@ -304,7 +304,7 @@ def test_a_function_sees_what_it_needs() -> None:
     ("function", "message"),
     [
         (lambda s: torch.ones(3), "returned a tensor of shape (3,), the hidden dimension has 10 units"),
-        (lambda s: None, "<lambda> returned a NoneType: return a tensor of one score per unit"),
+        (lambda s: None, "<lambda> returned a NoneType: return a tensor of scores, one per unit"),
         (lambda s: torch.full((s.units,), torch.nan), "the scores of <lambda> has 10 NaN"),
         (ByScore(by_weight, needs="gram"), "ByScore.needs is 'gram': pass a tuple of some of moment"),
         (ByScore(by_weight, needs=("grams",)), "ByScore.needs is ('grams',): pass a tuple of some of moment"),
@@ -339,8 +339,8 @@ class Optioned(Needless):
     ("method", "message"),
     [
         (Needless(), "Needless has no `needs`: give the class name = 'needless' and, say, needs = ('magnitude',)"),
-        (Duck(), "method is a Duck with `select`, but no Selector: derive its class from ispasp.select.Selector"),
-        (Optioned, "method is the class Optioned, which does not come without options"),
+        (Duck(), "method is a Duck with `select`: derive it from ispasp.select.Selector"),
+        (Optioned, "the class Optioned needs options"),
     ],
 )
 def test_selectors_that_are_none(method: Any, message: str) -> None:

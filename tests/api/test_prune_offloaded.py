@@ -54,7 +54,7 @@ def test_a_failure_leaves_an_offloaded_model_offloaded() -> None:
     with torch.no_grad():
         before = model(BATCHES[0])
     bad = [BATCHES[0], BATCHES[1] * torch.nan]
-    with pytest.raises(ispasp.errors.InputError, match="batch 1: activations hold NaN"):
+    with pytest.raises(ispasp.errors.InputError, match="batch 1: .*NaN"):
         ispasp.prune_(model, bad, progress=False)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     with torch.no_grad():

@@ -151,7 +151,7 @@ def test_a_model_changed_in_between_is_refused_unless_asked_for(tmp_path: Path) 
     model.head = nn.Linear(12, 5)
     given = copy.deepcopy(model)
     result = ispasp.prune(model, [X], keep=0.75, **OPTIONS)
-    with pytest.raises(ispasp.errors.PlanError, match=r"first leaves 3 of axis 0 of 'head.weight'.*from_dense=False"):
+    with pytest.raises(ispasp.errors.PlanError, match=r"leaves 3 of axis 0 of 'head.weight'.*from_dense=False"):
         ispasp.save(result, tmp_path)
     assert not list(tmp_path.iterdir())
     assert_same(ispasp.load(ispasp.save(result, tmp_path, from_dense=False), given), result.model, X)
@@ -216,10 +216,10 @@ def test_positions_compose(dense: Any, first: Any, pruned: Any, second: Any, exp
 
 def test_plans_that_do_not_follow_each_other() -> None:
     plan = Plan({"a": (0, 1)}, structure({"a": 4}, ((("a", 4),),), 4))
-    with pytest.raises(ispasp.errors.PlanError, match="the first leaves 2 of axis 0 of 'w', the second was made for 4"):
+    with pytest.raises(ispasp.errors.PlanError, match="leaves 2 of axis 0 of 'w', the second was made for 4"):
         plan.then(plan)
     other = Plan({}, Structure("Other", {}, {}))
-    with pytest.raises(ispasp.errors.PlanError, match="a Net and a Other do not follow"):
+    with pytest.raises(ispasp.errors.PlanError, match="Net and Other do not follow"):
         plan.then(other)
 
 

@@ -123,7 +123,7 @@ def test_bad_input_is_refused_with_a_remedy() -> None:
     without = Statistics(2, (measure(LinearConsumer(torch.eye(2)), torch.ones(1, 2), ["moment"]),))
     with pytest.raises(InputError, match="no Gram matrix: take it with measure"):
         error_curve(ISpaSP(), without)
-    with pytest.raises(InputError, match=r"energy has shape \(3, 3\), the hidden dimension 2 units"):
+    with pytest.raises(InputError, match=r"energy has shape \(3, 3\), the dimension 2 units"):
         error_curve(ISpaSP(), without, energy=torch.eye(3))
     with pytest.raises(InputError, match="1 NaN or Inf of 4 values"):
         error_curve(ISpaSP(), without, energy=torch.tensor([[1.0, 0.0], [0.0, torch.nan]]))

@@ -118,7 +118,7 @@ def test_ranks_that_do_different_things_are_told_so(seen: Seen) -> None:
         assert rank["out of step"]["error"] == "DistributedError"
         assert "rank 0 is at the names; rank 1 is at the total" in rank["out of step"]["text"]
         assert rank["other shapes"]["error"] == "InputError"
-        assert "rank 1 has tensors {'x': [3]}" in rank["other shapes"]["text"]
+        assert "rank 1 gives {'x': [3]}" in rank["other shapes"]["text"]
 
 
 def test_a_closed_team_says_so_and_another_can_be_made(seen: Seen) -> None:

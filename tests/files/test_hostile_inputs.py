@@ -81,7 +81,7 @@ def test_checkpoint_with_a_forged_optimizer_or_generator_leaves_the_model(run: P
         refused_run(run, "trained other parameters", InputError)
     (run / FILE).write_bytes(checkpoint_bytes())
     forge_checkpoint(run / FILE, lambda tensors, _: tensors.update({"loader/0": torch.ones(3, dtype=torch.uint8)}))
-    refused_run(run, "knows 1 generators", InputError)
+    refused_run(run, "has 1 generators", InputError)
 
 
 def test_checkpoint_that_is_a_pipe_or_huge(run: Path) -> None:

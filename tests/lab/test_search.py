@@ -159,9 +159,9 @@ def test_names_and_functions_and_what_is_refused() -> None:
         prune("lgr")
     with pytest.raises(InputError, match="search=-1: pass a number of candidates"):
         prune(-1)
-    with pytest.raises(InputError, match="returned widths that count 48, above the limit of 24"):
+    with pytest.raises(InputError, match="widths count 48, above the limit of 24"):
         prune(lambda problem: {"0": 8})
-    with pytest.raises(InputError, match="the search returned 0=0: return 1 to 8 units"):
+    with pytest.raises(InputError, match="the search gave 0=0: return 1 to 8 units"):
         prune(lambda problem: {"0": 0})
     with pytest.raises(InputError, match="return a width for each of 0"):
         prune(lambda problem: None)

@@ -162,7 +162,7 @@ def test_prune_applies_the_weights_of_a_draw_without_compensation() -> None:
 
 
 def test_says_what_is_missing() -> None:
-    with pytest.raises(InputError, match="consumer 0 has no contribution: take it with measure"):
+    with pytest.raises(InputError, match="consumer 0 has no contribution: measure\\(consumer"):
         PFP().select(Statistics(2, (Reading(LinearConsumer(torch.eye(2))),)), 1)
     with pytest.raises(InputError, match="sample=2: pass True"):
         PFP(sample=2)  # type: ignore[arg-type]

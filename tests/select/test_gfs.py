@@ -188,9 +188,9 @@ def test_a_unit_that_overflows_the_loss_comes_last() -> None:
         (lambda: grow(3, 4, lambda k, t, s: torch.zeros(len(t))), "keep=4 asks for more"),
         (lambda: grow(3, 1, lambda k, t, s: torch.zeros(2)), r"loss of 3 candidates came as \(2,\)"),
         (lambda: grow(3, 1, lambda k, t, s: [1.0] * 3), "came as list"),  # type: ignore[arg-type,return-value]
-        (lambda: grow(3, 1, lambda k, t, s: torch.tensor([1.0, torch.nan, 2.0])), "no finite loss for 1 of 3"),
-        (lambda: grow(2, 1, lambda k, t, s: torch.full((2,), torch.inf)), "no finite loss for 2 of 2"),
-        (lambda: grow(2, 1, lambda k, t, s: torch.tensor([-torch.inf, 1.0])), "no finite loss for 1 of 2"),
+        (lambda: grow(3, 1, lambda k, t, s: torch.tensor([1.0, torch.nan, 2.0])), "1 of 3 losses are not finite"),
+        (lambda: grow(2, 1, lambda k, t, s: torch.full((2,), torch.inf)), "2 of 2 losses are not finite"),
+        (lambda: grow(2, 1, lambda k, t, s: torch.tensor([-torch.inf, 1.0])), "1 of 2 losses are not finite"),
     ],
 )
 def test_bad_input_is_refused(call, says: str) -> None:  # type: ignore[no-untyped-def]

@@ -164,11 +164,11 @@ class Misspelt(Selector):
 
 W4, S4 = torch.ones(4, 2), torch.ones(4)
 REFUSED = {
-    "no producers": (lambda: L1().select(statistics(), 1), "l1 scores the weights.*hold none: pass Statistics"),
-    "no producers in the data path": (lambda: select_units(A, S4[None], 1, "fpgm"), "fpgm scores the weights"),
+    "no producers": (lambda: L1().select(statistics(), 1), "l1 needs producers: pass Statistics"),
+    "no producers in the data path": (lambda: select_units(A, S4[None], 1, "fpgm"), "fpgm needs producers"),
     "a producer of other units": (
         lambda: L2().select(statistics(Producer(torch.ones(5, 2))), 1),
-        "a producer makes unit 4, the hidden dimension has 4 units: its `units` must be from -1 to 3",
+        "a producer makes unit 4 of 4: its `units` must be from -1 to 3",
     ),
     "a unit nobody makes": (
         lambda: FPGM().select(statistics(Producer(torch.ones(2, 2), torch.tensor([0, 3]))), 1),
@@ -182,11 +182,11 @@ REFUSED = {
     "no spread": (lambda: selector("flap").select(statistics(), 1), "consumer 0 has no spread: take it with measure"),
     "a spread of other channels": (
         lambda: selector("wanda").select(Statistics(4, (Reading(A, Spread(torch.ones(3, 5), 1)),)), 1),
-        r"spread of consumer 0 has shape \(3, 5\), its consumer needs \(3, 4\)",
+        r"spread of consumer 0 has shape \(3, 5\), expected \(3, 4\)",
     ),
     "a sensitivity per channel": (
         lambda: Taylor().select(Statistics(4, (Reading(A, Sensitivity(torch.ones(8), 1)),)), 1),
-        r"sensitivity of consumer 0 has shape \(8,\), its consumer needs \(4,\)",
+        r"sensitivity of consumer 0 has shape \(8,\), expected \(4,\)",
     ),
     "a sensitivity of no data": (
         lambda: Taylor().select(Statistics(4, (Reading(A, Sensitivity(S4, 0)),)), 1),

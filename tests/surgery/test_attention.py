@@ -425,7 +425,7 @@ def _patched() -> nn.MultiheadAttention:
 @pytest.mark.parametrize(
     ("module", "heads", "says"),
     [
-        (_Other(8, 2), 2, "_Other does not run nn.MultiheadAttention.forward"),
+        (_Other(8, 2), 2, "_Other has a forward of its own"),
         (_patched(), 4, "leave it dense"),
     ],
 )

@@ -17,7 +17,7 @@ from ispasp.select.base import Selector
 from ispasp.select.evidence import columns, energy, total_energy
 from ispasp.types import Consumer, ConvConsumer, Gram, Reading, Statistics
 from ispasp.types.consumer import patches
-from ispasp.types.dimension import check_finite, is_integer
+from ispasp.types.dimension import CHECK_DATA, check_finite, is_integer
 
 _RIDGE = 1e-6
 _WIDEST = 8192  # a Gram matrix of more columns takes more than half a gigabyte
@@ -119,10 +119,8 @@ def _checked_energy(statistics: Statistics, points: int, energy: Tensor | None) 
     if E is None:
         raise InputError("a consumer has no Gram matrix: take it with measure(consumer, H, ['gram']), or pass energy")
     if E.shape != (units, units):
-        raise InputError(
-            f"energy has shape {tuple(E.shape)}, the hidden dimension {units} units: pass ({units}, {units})"
-        )
-    check_finite("the energy matrix", E, "check the calibration data and the layers before, or run them in float32")
+        raise InputError(f"energy has shape {tuple(E.shape)}, the dimension {units} units: pass ({units}, {units})")
+    check_finite("the energy matrix", E, CHECK_DATA)
     return E
 
 

@@ -91,10 +91,8 @@ def checked(problem: WidthProblem, found: object) -> dict[str, int]:
     for name, width in widths.items():
         if not problem.least[name] <= width <= problem.units[name]:
             raise InputError(
-                f"the search returned {name}={width}: return {problem.least[name]} to {problem.units[name]} units"
+                f"the search gave {name}={width}: return {problem.least[name]} to {problem.units[name]} units"
             )
     if problem.count(widths) > problem.limit:
-        raise InputError(
-            f"the search returned widths that count {problem.count(widths):,}, above the limit of {problem.limit:,}"
-        )
+        raise InputError(f"the search's widths count {problem.count(widths):,}, above the limit of {problem.limit:,}")
     return widths

@@ -15,12 +15,11 @@ from ispasp.engine.batches import real_rows
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller
 from ispasp.engine.runner import Cut, Edits, Runner
 from ispasp.engine.sites import Site
-from ispasp.errors import InputError
 from ispasp.graph.analyse import owner
 from ispasp.graph.ops import Form, along, bias_of, given_to, op_of, output_channels, scale, weight_operand, without_bias
 from ispasp.types import Consumer
 from ispasp.types.consumer import patches
-from ispasp.types.dimension import Kept
+from ispasp.types.dimension import CHECK_DATA, Kept, check_finite
 
 _ENTRIES = 2**25  # values that are unfolded at once
 _ENOUGH = 10  # rows per column that make a steady fit
@@ -168,13 +167,10 @@ def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense:
         arguments = runner.arguments(site.number)
         (form,) = site.forms(arguments)
         sums, consumer = _gather(site, runner, form, cuts, dense=dense), form.consumer
-        whole = sums.whole
-        if not all(bool(torch.isfinite(total).all()) for total in (whole.x, whole.tt, whole.xx)):
-            names = ", ".join(map(repr, sorted(site.names)))
-            raise InputError(
-                f"hidden dimension {names}, read by {site.path}, batch {number}: activations hold NaN or Inf: "
-                "check the calibration data and the layers before, or run them in float32"
-            )
+        whole, names = sums.whole, ", ".join(map(repr, sorted(site.names)))
+        for total in (whole.x, whole.tt, whole.xx):
+            where = f"hidden dimension {names}, read by {site.path}, batch {number}"
+            check_finite(f"{where}: the sum of the activations", total, CHECK_DATA)
         given: Tensor | None = bias_of(site.contraction.node, arguments)
         bias = (consumer.weight.new_zeros(consumer.outputs) if given is None else given.detach()).double()
         bias = bias.reshape(len(consumer.grouped_weight()), -1)

@@ -47,9 +47,7 @@ def batches_in(given: Any, model: nn.Module) -> Iterable[Any]:
             "torch.utils.data.DataLoader(dataset, batch_size=32), with batch_size=None if it yields whole batches"
         )
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise InputError(
-            f"batches is a {type(given).__name__}: pass a DataLoader, a list of batches, or one batch, which is {FORMS}"
-        )
+        raise InputError(f"batches is a {type(given).__name__}: pass a DataLoader, a list of batches, or one: {FORMS}")
     if isinstance(given, (tuple, list)) and _is_one_batch(given, model):
         return [given]
     return Replayed(given) if isinstance(given, Iterator) else given
@@ -127,8 +125,7 @@ def prepared(
         chosen = labels.without(given) if input_of is None else placed(input_of(batch), model)
         if not tensors_of(chosen):
             raise InputError(
-                f"batch {number} is {described(chosen)}, without a tensor: pass {FORMS}, or input_of=lambda batch: ... "
-                "that makes one"
+                f"batch {number} is {described(chosen)}, without a tensor: pass {FORMS} or input_of=lambda batch: ..."
             )
         if count_examples(chosen) == 0:
             raise InputError(f"batch {number} holds no examples: leave empty batches out")

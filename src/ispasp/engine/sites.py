@@ -19,7 +19,7 @@ from ispasp.graph.atoms import atoms_of
 from ispasp.graph.ops import Arguments, Form, along, forms, given_to, scale
 from ispasp.graph.track import Contraction, Value
 from ispasp.types import Consumer, ConvConsumer, Producer, Reading, Statistics
-from ispasp.types.dimension import Extent, Factor, Kept, checked_tensor, kept_mask, names_in
+from ispasp.types.dimension import CHECK_DATA, Extent, Factor, Kept, check_finite, checked_tensor, kept_mask, names_in
 from ispasp.types.statistics import STATISTICS, measurable
 
 T = TypeVar("T")
@@ -66,9 +66,8 @@ class Site:
         """Its products in linear form; cached by weight, except for mixtures of experts."""
         x = self.activations(arguments)
         weights = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor) and v is not x]
-        found: Sequence[Form] = self._cached(
-            "forms", weights, lambda: forms(self.contraction.node, arguments, self.contraction.data)
-        )
+        make = partial(forms, self.contraction.node, arguments, self.contraction.data)
+        found: Sequence[Form] = self._cached("forms", weights, make)
         if len(found) > 1:
             del self._cache["forms"]
         return found
@@ -211,12 +210,7 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
     H = H if H.ndim > 1 else H[None]  # one example
     taken = [kind.measure(consumer, H) for name, kind in STATISTICS.items() if name in needs]
     for total in (total for statistic in taken for total in statistic.tensors().values()):
-        bad = ~torch.isfinite(total)  # one NaN or Inf in the data shows in the sum
-        if bool(bad.any()):
-            raise InputError(
-                f"activations hold NaN or Inf ({int(bad.sum())} of {total.numel()} sums are not finite): "
-                "check the calibration data and the layers before, or run them in float32"
-            )
+        check_finite("the sum of the activations", total, CHECK_DATA)  # one NaN or Inf in the data shows in the sum
     return Reading(consumer, *taken)
 
 
@@ -234,8 +228,7 @@ def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
     if H.ndim != axes or H.shape[1 if conv else -1] != consumer.channels:
         expected = f"(batch, {consumer.channels}, *size)" if conv else f"(..., {consumer.channels})"
         raise InputError(
-            f"activations of shape {tuple(H.shape)} do not fit a consumer that reads {expected}: "
-            "pass the tensor that enters the layer"
+            f"activations of shape {tuple(H.shape)} do not fit a consumer of {expected}: pass the layer's input"
         )
     if H.numel() == 0:
         raise InputError(f"activations of shape {tuple(H.shape)} hold no data: pass at least one example")

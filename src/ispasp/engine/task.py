@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ispasp.engine.batches import Pair, count_examples, real_rows, tensors_of
+from ispasp.engine.batches import Pair, count_examples, described, real_rows, tensors_of
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Runner
 from ispasp.engine.sites import Site
@@ -26,10 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 def checked_loss(value: Any) -> Tensor:
     """Check that the loss is one finite number."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise InputError(
-            f"loss(output, batch) returned a {type(value).__name__} "
-            f"{tuple(value.shape) if isinstance(value, Tensor) else ''}: return one number, the mean over the batch"
-        )
+        raise InputError(f"loss(output, batch) returned {described(value)}: return one number, the mean over the batch")
     if not bool(torch.isfinite(value).all()):
         raise InputError(f"loss(output, batch) is {float(value)}: check the labels and the calibration data")
     return value

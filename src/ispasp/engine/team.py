@@ -91,9 +91,7 @@ class Team:
         shapes = self._meet(self._wire, what, {name: list(x.shape) for name, x in tensors.items()})
         for rank, given in enumerate(shapes):
             if given != shapes[0]:
-                raise InputError(
-                    f"rank {rank} has tensors {given}, rank 0 has {shapes[0]}: give all ranks the same names and shapes"
-                )
+                raise InputError(f"rank {rank} gives {given}, rank 0 gives {shapes[0]}: names and shapes must agree")
         return {name: self._wire.add(what, tensors[name]) for name in shapes[0]}
 
     def same(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -167,9 +165,7 @@ class Team:
             raise DistributedError(f"{'; '.join(failed)} (rank {self.rank} was at {at})")
         if any(m["at"] != at for m in messages):
             shown = "; ".join(f"rank {r} is at {m['at']}" for r, m in enumerate(messages))
-            raise DistributedError(
-                f"ranks are out of step: {shown}. Make the same calls in the same order on every rank"
-            )
+            raise DistributedError(f"ranks are out of step: {shown}. Make the same calls in the same order on all")
         return [m["body"] for m in messages]
 
     def _known(self, error: BaseException | None) -> bool:

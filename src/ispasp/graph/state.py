@@ -241,9 +241,7 @@ def _put_class(value: Any, cls: type) -> None:
 
 def _put_items(value: Any, copy: Any) -> None:
     """Give a container its items back, unless it holds the same objects in the same order."""
-    same = len(value) == len(copy) and (
-        value == copy if isinstance(value, set) else all(map(operator.is_, value, copy))
-    )
+    same = value == copy if isinstance(value, set) else len(value) == len(copy) and all(map(operator.is_, value, copy))
     if same and (not isinstance(value, dict) or all(map(operator.is_, value.values(), copy.values()))):
         return
     value.clear()
@@ -342,6 +340,5 @@ def copied(model: nn.Module) -> nn.Module:
         return deepcopy(model, {id(value): value.detach().clone() for value in computed})
     except Exception as error:
         raise InputError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): "
-            "use prune_, which works in place"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): prune_ works in place"
         ) from error

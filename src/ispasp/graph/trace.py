@@ -182,8 +182,7 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     for node in writes(program.graph):  # parameters are not copied, so they could not be restored
         if node.op == "placeholder" and sources[node.name].kind == "parameter":
             raise TraceError(
-                f"the forward of {type(model).__name__} writes into its parameter {sources[node.name].name!r}: "
-                "compute the new value instead of changing it in place"
+                f"the forward writes into its parameter {sources[node.name].name!r}: compute a new value instead"
             )
     return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
 

@@ -267,5 +267,5 @@ def _check_shape(node: fx.Node, value: Any) -> None:
             found = tuple(length(axis) for axis in item.axes)
             if found != shape and UNKNOWN not in found:
                 raise InputError(
-                    f"the rule for {node.target} gave axes of lengths {found} for a tensor of shape {shape}: correct it"
+                    f"the rule for {node.target} gives lengths {found}, the tensor has shape {shape}: correct it"
                 )

@@ -150,16 +150,10 @@ def checked_producers(statistics: Statistics, method: str) -> tuple[Producer, ..
     """The producers, checked to make every unit; `method` names who asks."""
     n = statistics.units
     if not statistics.producers:
-        raise InputError(
-            f"{method} scores the weights of producers, and the statistics hold none: "
-            "pass Statistics(units, readings, producers=(Producer(weight),))"
-        )
+        raise InputError(f"{method} needs producers: pass Statistics(units, readings, producers=(Producer(weight),))")
     made = {unit for producer in statistics.producers for unit in producer.unit_of().tolist()} - {-1}
     if max(made) >= n:
-        raise InputError(
-            f"a producer makes unit {max(made)}, the hidden dimension has {n} units: its `units` must be from -1 to "
-            f"{n - 1}"
-        )
+        raise InputError(f"a producer makes unit {max(made)} of {n}: its `units` must be from -1 to {n - 1}")
     missing = sorted(set(range(n)) - made)
     if missing:
         raise InputError(
@@ -196,7 +190,7 @@ class ByScore(Scored):
             scores = torch.as_tensor(found).detach().double()
         except (TypeError, ValueError, RuntimeError):
             raise InputError(
-                f"{self} returned a {type(found).__name__}: return a tensor of one score per unit"
+                f"{self} returned a {type(found).__name__}: return a tensor of scores, one per unit"
             ) from None
         if tuple(scores.shape) != (statistics.units,):
             raise InputError(
@@ -260,24 +254,18 @@ def selector(method: str | Selector | type[Selector] | Score) -> Selector:
         try:
             method = kind()
         except TypeError as error:
-            raise InputError(
-                f"method is the class {kind.__name__}, which does not come without options ({error}): pass an object"
-            ) from None
+            raise InputError(f"the class {kind.__name__} needs options ({error}): pass an object") from None
     if isinstance(method, Selector):
         _check_named(method, type(method).__name__)
         return method
     if hasattr(method, "select"):
-        raise InputError(
-            f"method is a {type(method).__name__} with `select`, but no Selector: derive its class from "
-            "ispasp.select.Selector"
-        )
+        raise InputError(f"method is a {type(method).__name__} with `select`: derive it from ispasp.select.Selector")
     if callable(method) and not isinstance(method, type):
         return ByScore(method)
     nearest = get_close_matches(str(method), METHODS, 1)
     hint = f"did you mean {nearest[0]!r}? Or " if nearest else ""
     raise InputError(
-        f"unknown method {method!r}: {hint}choose from {', '.join(methods())}, or pass a Selector or a function that "
-        "scores units"
+        f"unknown method {method!r}: {hint}choose from {', '.join(methods())}, a Selector or a scoring function"
     )
 
 

@@ -194,8 +194,6 @@ class PFP(_Drawn):
         for k, reading in enumerate(statistics.readings):
             found = reading.get(Contribution)
             if found is None or not found.maxima:
-                raise InputError(
-                    f"consumer {k} has no contribution: take it with measure(consumer, H, ['contribution'])"
-                )
+                raise InputError(f"consumer {k} has no contribution: measure(consumer, H, ['contribution']) takes it")
             parts.append(sum_by_unit(found.largest(), reading.consumer.unit_of(), statistics.units))
         return torch.stack(parts).amax(0)

@@ -144,9 +144,7 @@ class Evidence:
     def energy(self, method: str) -> Tensor:
         """E of all consumers together, see `energy`; `method` names who needs it. (units, units)"""
         if self._energy is None:
-            raise InputError(
-                f"{method} needs a Gram matrix at every consumer: take them with measure(consumer, H, ['gram'])"
-            )
+            raise InputError(f"{method} needs a Gram matrix at every consumer: measure(consumer, H, ['gram']) takes it")
         return self._energy
 
     def step(self, kept: Sequence[int]) -> Step:

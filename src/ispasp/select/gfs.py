@@ -124,8 +124,7 @@ def _checked(values: object, count: int, step: int) -> Tensor:
     usable = finite | torch.isposinf(values)  # a unit that overflows the loss is not chosen
     if not bool(usable.all()) or not bool(finite.any()):
         raise InputError(
-            f"step {step} has no finite loss for {int((~finite).sum())} of {count} candidates: "
-            "check the data, or compute the loss in float32"
+            f"step {step}: {int((~finite).sum())} of {count} losses are not finite: check the data, or use float32"
         )
     return values.clamp(max=torch.finfo(torch.float64).max)
 

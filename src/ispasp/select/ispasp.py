@@ -70,8 +70,7 @@ class ISpaSP(Selector):
     def _data(self, statistics: Statistics) -> Statistics | Sequence[Statistics]:
         if self.minibatches and not (isinstance(statistics, Statistics) and statistics.parts):
             raise InputError(
-                "minibatches=True needs the statistics of each mini-batch: use it in ispasp.prune, or pass "
-                "Statistics(..., parts=...)"
+                "minibatches=True needs mini-batches: use it in ispasp.prune, or pass Statistics(..., parts=...)"
             )
         return statistics.parts if self.minibatches else statistics
 
@@ -139,10 +138,8 @@ def _parts(statistics: Statistics | Sequence[Statistics]) -> list[Statistics]:
         raise InputError(f"statistics is a {type(statistics).__name__}: pass a Statistics, or a list of them")
     if not parts:
         raise InputError("no statistics given: pass the Statistics of at least one batch")
-    if len({part.units for part in parts}) > 1:
-        raise InputError(
-            f"statistics of hidden dimensions with {[part.units for part in parts]} units: pass those of one dimension"
-        )
+    if len(units := sorted({part.units for part in parts})) > 1:
+        raise InputError(f"statistics of hidden dimensions with {units} units: pass those of one dimension")
     return list(parts)
 
 

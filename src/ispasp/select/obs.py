@@ -79,8 +79,7 @@ def positive_definite(method: str, ridge: float) -> Iterator[None]:
         yield
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in its __all__
         raise InputError(
-            f"a Gram matrix is not positive definite with ridge={ridge}: take it in float64, or pass a larger ridge "
-            f"such as {method}(ridge=1e-3)"
+            f"a Gram matrix is not positive definite: take it in float64, or raise ridge={ridge} of {method}"
         ) from error
 
 

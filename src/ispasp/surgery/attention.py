@@ -186,10 +186,7 @@ def slim(module: nn.MultiheadAttention | SlimMultiheadAttention, heads: int) -> 
     training flag and the hooks. Do not use `module` any more.
     """
     if getattr(module.forward, "__func__", None) not in (nn.MultiheadAttention.forward, SlimMultiheadAttention.forward):
-        raise InputError(
-            f"{type(module).__name__} does not run nn.MultiheadAttention.forward: what its own forward does with fewer "
-            "heads is unknown; leave it dense"
-        )
+        raise InputError(f"{type(module).__name__} has a forward of its own, unknown with fewer heads: leave it dense")
     made = SlimMultiheadAttention(module, heads)
     if parametrize.is_parametrized(module):
         # torch keeps parametrized tensors as properties of a class that it makes for each such module.

@@ -245,9 +245,7 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError as error:
-        raise PlanError(
-            f"{type(model).__name__} has no module {path!r}: build the dense model that the plan was made for"
-        ) from error
+        raise PlanError(f"{type(model).__name__} has no module {path!r}: build the model of the plan") from error
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

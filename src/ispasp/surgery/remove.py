@@ -22,6 +22,7 @@ from ispasp.types.dimension import Extent, TensorLayout, full_length, kept_lengt
 from ispasp.types.plan import Plan
 
 _PLANS = "_ispasp_plans"  # deepcopy copies this attribute; state_dict, repr and torch.export ignore it
+_ONCE = "apply a plan once, to the dense model it was made for"
 _SIZES: Mapping[type[nn.Module], tuple[str, ...]] = {  # attributes that repeat the shape of `weight`
     nn.Linear: ("out_features", "in_features"),
     nn.Embedding: ("num_embeddings", "embedding_dim"),
@@ -87,8 +88,7 @@ def fitting(model: nn.Module) -> Iterator[None]:
         if isinstance(error, (IspaspError, torch.OutOfMemoryError)):
             raise
         raise PlanError(
-            f"the plan does not fit {type(model).__name__} ({type(error).__name__}: {str(error)[:200]}): build the "
-            "dense model that it was made for"
+            f"the plan does not fit {type(model).__name__} ({error!r:.200}): build the model of the plan"
         ) from error
 
 
@@ -101,7 +101,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in model.parameters()):
         raise InputError(
-            f"the optimizer holds no parameter of this {type(model).__name__}: pass the one that trains the model"
+            f"the optimizer holds no parameter of this {type(model).__name__}: pass the one that trains it"
         )
 
 
@@ -162,14 +162,10 @@ def _touched(model: nn.Module, plan: Plan) -> dict[str, TensorLayout]:
         tensor = getattr(module, leaf, None)
         if not isinstance(tensor, Tensor):
             raise PlanError(
-                f"{type(model).__name__} has no tensor {name!r}: the plan was made for {plan.structure.model}; "
-                "build the same dense model"
+                f"{type(model).__name__} has no tensor {name!r}: the plan is for {plan.structure.model}: build it"
             )
         if tuple(tensor.shape) != layout.shape:
-            raise PlanError(
-                f"{name!r} has shape {tuple(tensor.shape)}, the plan expects {layout.shape}: "
-                "apply a plan once, to the dense model it was made for"
-            )
+            raise PlanError(f"{name!r} has shape {tuple(tensor.shape)}, the plan expects {layout.shape}: {_ONCE}")
         found[name] = layout
     return found
 
@@ -285,10 +281,7 @@ def _correct_attributes(model: nn.Module, plan: Plan, swapped: list[nn.Module], 
             continue
         found, expected = read_number(module, attribute.name), full_length(attribute.extent)
         if found != expected:
-            raise PlanError(
-                f"{attribute.module!r} has {attribute.name}={found}, the plan expects {expected}: "
-                "apply a plan once, to the dense model it was made for"
-            )
+            raise PlanError(f"{attribute.module!r} has {attribute.name}={found}, the plan expects {expected}: {_ONCE}")
         undo.callback(put_back, module, dict(vars(module)))
         write_number(module, attribute.name, kept_length(attribute.extent, plan.kept))
 

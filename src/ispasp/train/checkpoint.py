@@ -74,8 +74,7 @@ class Store:
         numbers = ranks.gather("the step of the checkpoint", found[0] if found else -1)
         if len(set(numbers)) > 1:
             raise InputError(
-                f"processes 0, 1, ... read steps {numbers} from their checkpoints in {self.folder} (-1: none): give "
-                "all processes the same file"
+                f"processes read steps {numbers} from {self.folder} (-1: no checkpoint): give all of them the same file"
             )
         return found[1] if found else None
 
@@ -145,8 +144,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                 found[f"{number}/{key}"] = value
             elif value is not None:
                 raise SaveError(
-                    f"{type(optimizer).__name__} remembers {key!r} as a {type(value).__name__}: only an optimizer "
-                    "whose state is tensors can be checkpointed"
+                    f"{type(optimizer).__name__} keeps {key!r}, a {type(value).__name__}: only tensors can be saved"
                 )
     return found
 
@@ -164,8 +162,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tens
     known = _MEMORY.get(type(optimizer).__name__)
     if not fits or (known is not None and any(memory.keys() != known for memory in state.values())):
         raise InputError(
-            "the checkpoint is of a run that trained other parameters of the model: set requires_grad as it was then, "
-            "or pass another folder"
+            "the checkpoint's run trained other parameters: set requires_grad as it was, or pass another folder"
         )
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 

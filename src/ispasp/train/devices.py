@@ -83,8 +83,7 @@ def _accelerator(mixed_precision: str | None) -> Any:
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if processes != accelerator.num_processes:
         raise InputError(
-            f"torch.distributed has {processes} processes, accelerate sees {accelerator.num_processes}: start the "
-            "script with torchrun or accelerate launch"
+            f"torch.distributed has {processes} processes, accelerate sees {accelerator.num_processes}: use torchrun"
         )
     return accelerator
 

@@ -105,9 +105,7 @@ class Healing:
         self.at, self._clock = Place(best=self._divergence(None)), time.monotonic()
         self.at.history.append((0, self.at.best))
         if not math.isfinite(self.at.best):
-            raise InputError(
-                "the outputs of model or teacher are NaN or Inf: look for NaN and Inf in their weights and the batches"
-            )
+            raise InputError("model or teacher gives NaN or Inf: look for them in the weights and the batches")
 
     @property
     def pair(self) -> Pair:
@@ -307,8 +305,7 @@ class Healing:
             or not parts["good"].keys() <= shapes.keys()
         ):
             raise InputError(
-                "the checkpoint is of another model, or of a run that trained other parameters: pass the model as it "
-                "was when the run began, or another folder"
+                "the checkpoint is of another model or other parameters: pass that run's model, or another folder"
             )
         self._kept, self._good = {name: saved[name] for name in shapes}, dict(parts["good"])
         self._set(now)

@@ -71,16 +71,13 @@ class StepLoader:
         """Set the loader's generators to what they were when the epoch to be read next began."""
         if len(states) != len(self._generators):
             raise InputError(
-                f"the checkpoint knows {len(states)} generators of the loader, this loader has "
-                f"{len(self._generators)}: build it as in the interrupted run"
+                f"the checkpoint's loader has {len(states)} generators, this one {len(self._generators)}: pass that one"
             )
         try:
             for generator, state in zip(self._generators, states, strict=True):
                 torch.Generator(generator.device).set_state(state)  # a trial, so that all are set or none
         except (RuntimeError, TypeError, ValueError) as error:
-            raise InputError(
-                f"the checkpoint holds no state of this loader's generators ({error}): delete it to start over"
-            ) from error
+            raise InputError(f"the checkpoint is of another loader ({error}): delete it to start over") from error
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
@@ -114,8 +111,7 @@ class StepLoader:
                 yield last, 0  # the other processes read the rest: take part in their step with weight 0
             else:
                 raise InputError(
-                    f"the loader ended after {number} batches, its length says {self.batches}: pass one that gives "
-                    "as many batches as len(loader) every time it is iterated"
+                    f"the loader ended after {number} batches: it must give len(loader) = {self.batches} in every epoch"
                 )
         if next(iterator, _END) is not _END:
             raise InputError(f"the loader gave more than the {self.batches} batches that its length says")
@@ -173,10 +169,8 @@ class Examples:
         seed_everything(*self._seeds, STEP, step)
         for change in self._augment:
             changed = change(changed)
-        if signature(changed) != signature(batch):
-            raise InputError(
-                f"augment changes a batch of {signature(batch)[1:]} into {signature(changed)[1:]}: keep shape and dtype"
-            )
+        if (now := signature(changed)) != (before := signature(batch)):
+            raise InputError(f"augment changes a batch of {before[1:]} into {now[1:]}: keep shape and dtype")
         return changed
 
     def first(self, most: int) -> list[Batch]:
@@ -231,7 +225,5 @@ def _change_images(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()
 
     if not any(map(is_image, pytree.tree_leaves(batch))):
-        raise InputError(
-            "augment='flip' and 'crop' are for images (examples, channels, height, width): pass a function for others"
-        )
+        raise InputError("augment='flip' and 'crop' take images (examples, channels, h, w): pass a function for others")
     return pytree.tree_map(lambda leaf: change(leaf) if is_image(leaf) else leaf, batch)

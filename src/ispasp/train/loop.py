@@ -199,9 +199,7 @@ class _Loop:
                 here = import_module("accelerate.utils").send_to_device(batch, accelerator.device)
                 loss = self.run.loss(self.whole, here, accelerator.autocast)
                 if not loss.requires_grad:
-                    raise InputError(
-                        "the loss has no gradient to any trainable parameter: compute it from the model's output"
-                    )
+                    raise InputError("the loss has no gradient to a trainable parameter: compute it from the output")
                 weight = count / examples
                 accelerator.backward(loss * (weight * accelerator.num_processes))  # processes are averaged
                 total += loss.detach() * weight

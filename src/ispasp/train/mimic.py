@@ -149,9 +149,8 @@ def _run(traced: Trace, model: nn.Module, batch: Batch, trained: Collection[str]
     }
     inputs = iter(pytree.tree_leaves(pytree.tree_map_only(Tensor, torch.clone, call_arguments(batch))))
     sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
-    found: tuple[Tensor, ...] = traced.module.forward(
-        *(next(inputs) if source.kind == "input" else tensors[source.name] for source in sources)
-    )
+    given = (next(inputs) if source.kind == "input" else tensors[source.name] for source in sources)
+    found: tuple[Tensor, ...] = traced.module.forward(*given)
     return found
 
 

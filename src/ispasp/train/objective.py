@@ -77,8 +77,7 @@ class LabelLoss:
         if labels_of(batch) is None:
             name = getattr(self.loss, "__name__", type(self.loss).__name__)
             raise InputError(
-                f"{name} compares an output with labels, and a batch is a {type(batch).__name__} without: yield "
-                f"(inputs, labels), or {_OWN_LOSS}"
+                f"{name} takes labels, and a {type(batch).__name__} has none: yield (inputs, labels), or {_OWN_LOSS}"
             )
 
 
@@ -165,9 +164,7 @@ class Objective:
                 return own
             if logits_of(output).ndim != 2:  # only the model knows which position predicts which label
                 shape = tuple(logits_of(output).shape)
-                raise InputError(
-                    f"the built-in loss needs logits (batch, classes), the model gives {shape}: {_OWN_LOSS}"
-                )
+                raise InputError(f"the built-in loss needs logits (batch, classes), not {shape}: {_OWN_LOSS}")
         return _cross_entropy(logits_of(output), labels_of(batch), self.label_smoothing)
 
 
@@ -179,8 +176,7 @@ def distance(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """
     if student.shape != teacher.shape or student.ndim < 2:
         raise InputError(
-            f"the model gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}: both must give the same "
-            "(batch, classes)"
+            f"the model gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}: both need (batch, classes)"
         )
     axis = 2 if student.ndim == 3 else 1
     if student.shape[axis] == 1:
@@ -201,10 +197,7 @@ def _check_labelled(batch: Batch) -> None:
 
 def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
     if logits.ndim > 1 and logits.shape[1] == 1:
-        raise InputError(
-            f"the model gives one number per example, whose cross entropy is always 0: {_OWN_LOSS}, such as a mean "
-            "squared error"
-        )
+        raise InputError(f"the cross entropy of one number per example is 0: {_OWN_LOSS}, such as mean squared error")
     try:
         return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
     except torch.OutOfMemoryError:

@@ -27,6 +27,7 @@ from ispasp.types.dimension import (
     without,
 )
 
+_UNCHANGED = "compose plans of one model that was not changed in between"
 Units = dict[str, tuple[int, ...]]
 Segment = tuple[Factor, ...]
 Part = tuple[Extent, Extent]  # a part of the dense axis, and what the second plan sees in its place
@@ -39,9 +40,7 @@ def compose(first: Kept, one: Structure, second: Kept, two: Structure) -> tuple[
     `one` is the structure of the dense model, `two` that of the model which the first plan leaves.
     """
     if one.model != two.model:
-        raise PlanError(
-            f"plans of a {one.model} and a {two.model} do not follow each other: compose plans of one model"
-        )
+        raise PlanError(f"plans of {one.model} and {two.model} do not follow each other: compose plans of one model")
     dense = {name: one.tensors.get(name) or _before(first, one, two, name) for name in {**one.tensors, **two.tensors}}
     tensors = {name: _tensor_axes(first, second, name, dense[name], two.tensors.get(name)) for name in dense}
     attributes = _attribute_axes(first, one, second, two)
@@ -74,8 +73,7 @@ def compose(first: Kept, one: Structure, second: Kept, two: Structure) -> tuple[
 def _tensor_axes(first: Kept, second: Kept, name: str, dense: TensorLayout, pruned: TensorLayout | None) -> list[Axis]:
     if pruned is not None and len(pruned.shape) != len(dense.shape):
         raise PlanError(
-            f"{name!r} has {len(dense.shape)} axes in the first plan, {len(pruned.shape)} in the second: "
-            "compose plans of one model that was not changed in between"
+            f"{name!r} has {len(dense.shape)} axes in one plan, {len(pruned.shape)} in the next: {_UNCHANGED}"
         )
     axes = []
     for axis, size in enumerate(dense.shape):
@@ -112,10 +110,7 @@ def _before(first: Kept, one: Structure, two: Structure, name: str) -> TensorLay
 def _axis(first: Kept, second: Kept, what: str, dense: Extent, pruned: Extent) -> Axis:
     left, found = kept_length(dense, first), full_length(pruned)
     if left != found:
-        raise PlanError(
-            f"the plans do not follow each other: the first leaves {left} of {what}, the second was made for "
-            f"{found}: compose plans of one model that was not changed in between"
-        )
+        raise PlanError(f"the first plan leaves {left} of {what}, the second was made for {found}: {_UNCHANGED}")
     ones = without(dense, names_in(dense) - set(first))
     twos = [s for s in without(pruned, names_in(pruned) - set(second)) if full_length((s,))]
     axis = []

@@ -54,15 +54,12 @@ class Geometry:
         """Raise if this is not the geometry of a convolution with a weight of this shape."""
         axes = len(shape) - 2
         if shape[0] % self.groups:
-            raise InputError(
-                f"a weight of {shape[0]} channels cannot be divided into {self.groups} groups: pass the layer's groups"
-            )
+            raise InputError(f"{shape[0]} channels do not divide into {self.groups} groups: pass the layer's groups")
         for name in _LEAST:
             values = getattr(self, name)
             if not isinstance(values, str) and len(values) not in (0, axes):
                 raise InputError(
-                    f"{name}={values} has {len(values)} values, the convolution has {axes} spatial axes: "
-                    "pass one value per axis"
+                    f"{name}={values} has {len(values)} values: pass one for each of the {axes} spatial axes"
                 )
         for axis, extra in enumerate(self.output_padding):
             if extra >= max(_along(self.stride, axis, 1), _along(self.dilation, axis, 1)):
@@ -142,9 +139,7 @@ class _Layer(ABC):
         if self.scale is not None:
             shape = tuple(checked_tensor("scale", self.scale).shape)
             if shape != (self.outputs,):
-                raise InputError(
-                    f"scale has shape {shape}, the {self.role} has {self.outputs} outputs: pass one factor per output"
-                )
+                raise InputError(f"scale has shape {shape}, the {self.role} {self.outputs} outputs: pass a factor each")
             check_finite(f"{self.role} scale", self.scale, "repair the BatchNorm before pruning")
             object.__setattr__(self, "scale", self.scale.detach())
 

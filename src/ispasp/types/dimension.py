@@ -19,6 +19,7 @@ from torch import Tensor
 from ispasp.errors import InputError
 from ispasp.report import change
 
+CHECK_DATA = "check the calibration data and the layers before, or run them in float32"
 Factor = tuple[str | None, int]
 Extent = tuple[tuple[Factor, ...], ...]
 Kept = Mapping[str, Sequence[int]]
@@ -226,7 +227,5 @@ def check_sum(what: str, total: object, examples: int, shape: tuple[int, ...]) -
     if examples < 1:
         raise InputError(f"{what} holds no data (examples={examples}): calibrate on at least one example")
     if tuple(total.shape) != shape:
-        raise InputError(
-            f"{what} has shape {tuple(total.shape)}, its consumer needs {shape}: take it with measure(consumer, H)"
-        )
-    check_finite(what, total, "check the calibration data and the layers before, or run them in float32")
+        raise InputError(f"{what} has shape {tuple(total.shape)}, expected {shape}: take it with measure(consumer, H)")
+    check_finite(what, total, CHECK_DATA)

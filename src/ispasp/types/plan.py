@@ -38,8 +38,7 @@ class Plan(Printed):
                 raise PlanError(f"no hidden dimension {name!r}: the model has {known}, ...; print its survey")
             if list(kept) != sorted(set(kept)) or (kept and (kept[0] < 0 or kept[-1] >= units)):
                 raise PlanError(
-                    f"kept units of {name!r} must be different, ascending and in 0..{units - 1}, not {list(kept)[:8]}: "
-                    "sort them"
+                    f"kept units of {name!r} must be ascending and in 0..{units - 1}, not {[*kept][:8]}: sort them"
                 )
 
     def then(self, second: Plan) -> Plan:
@@ -179,9 +178,7 @@ def _layout(name: str, data: Any, units: Mapping[str, int]) -> TensorLayout:
 
 
 def _extent(data: Any, units: Mapping[str, int]) -> Extent:
-    extent = tuple(
-        tuple((None if name is None else _name(name), _count(size)) for name, size in segment) for segment in data
-    )
+    extent = tuple(tuple((None if n is None else _name(n), _count(size)) for n, size in segment) for segment in data)
     for segment in extent:
         if len(segment) > _FACTORS:
             raise _damaged(f"has a layout that multiplies {len(segment)} factors")

@@ -121,8 +121,7 @@ class Moment(Statistic):
     def __post_init__(self) -> None:
         if not isinstance(self.maps, Mapping):
             raise InputError(
-                f"the maps of a Moment are a {type(self.maps).__name__}: pass {{size: sum}}, for a linear consumer "
-                "{(): vector}"
+                f"a Moment's maps are a {type(self.maps).__name__}: pass {{size: sum}}, {{(): sum}} if linear"
             )
 
     @classmethod
@@ -214,9 +213,7 @@ class Fisher(_Backward):
 def _sum(what: str, a: Tensor, b: Tensor) -> Tensor:
     a, b = checked_tensor(what, a), checked_tensor(what, b)
     if a.shape != b.shape:  # torch would broadcast some of these
-        raise InputError(
-            f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be added: take both at the same consumer"
-        )
+        raise InputError(f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be added: take one consumer's")
     return a + b
 
 
@@ -263,9 +260,7 @@ class Reading:
 
     def __add__(self, other: Reading) -> Reading:
         if self.statistics.keys() != other.statistics.keys():
-            raise InputError(
-                "a statistic was taken on one part of the data only: take the same statistics on every part"
-            )
+            raise InputError("a statistic was taken on one part of the data only: take the same on every part")
         return Reading(self.consumer, *(each + other.statistics[name] for name, each in self.statistics.items()))
 
 

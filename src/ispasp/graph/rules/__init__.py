@@ -34,10 +34,7 @@ def register_op(target: Any, rule: Rule, contraction: Op | None = None) -> None:
     """
     ops = _overloads(target)
     if not callable(rule):
-        raise InputError(
-            f"the rule for {target} is {rule!r}, which cannot be called: pass a function such as "
-            "ispasp.graph.elementwise"
-        )
+        raise InputError(f"the rule for {target} is {rule!r}: pass a function such as ispasp.graph.elementwise")
     if contraction is not None and not isinstance(contraction, Op):
         raise InputError(f"the contraction of {target} is a {type(contraction).__name__}: pass an ispasp.graph.Op")
     for op in ops:
@@ -91,6 +88,5 @@ def _overloads(target: Any) -> list[Any]:
     if isinstance(target, OpOverload) or (isinstance(target, str) and re.fullmatch(r"\w+\.\w+\.\w+", target)):
         return [target]
     raise InputError(
-        f"{target!r} is not an op: pass one such as torch.ops.mylib.swish, what torch.library.custom_op returned, or a "
-        "name such as 'mylib.swish.default'"
+        f"{target!r} is not an op: pass one as torch.ops.mylib.swish, the custom_op itself, or 'mylib.swish.default'"
     )
