@@ -1,4 +1,4 @@
-"""Procedures against their definitions: NISP, SNIP, GraSP, early-bird tickets."""
+"""Procedures against their definitions: NISP, SNIP, GraSP, discrimination-aware pruning, early-bird tickets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import ispasp
 from ispasp.errors import InputError
 from ispasp.train import Sgd
-from ispasp_lab.procedures import early_bird, grasp, nisp, snip
+from ispasp_lab.procedures import Growth, discrimination_aware, early_bird, grasp, nisp, snip
 from ispasp_lab.procedures.early_bird import gammas_of
 from ispasp_lab.procedures.nisp import importances, infinite_feature_selection
 from ispasp_lab.procedures.scores import plan_by
@@ -175,3 +175,48 @@ def test_one_ranking_leaves_at_least_one_unit_of_each() -> None:
     assert plan_by(found, scores, 0.5, together=True).kept == {"0": (2, 3, 4, 5, 6, 7), "2": (5,)}
     with pytest.raises(InputError, match="keep=0: pass a fraction"):
         plan_by(found, scores, 0)
+
+
+def test_discrimination_aware_takes_the_unit_of_largest_gradient() -> None:
+    net = network()
+    ((x, y),) = [batches()[0]]
+    H = net[1](net[0](x)).detach()  # what the second layer reads
+    W, b = net[2].weight.detach(), net[2].bias.detach()
+    Z = torch.zeros_like(W).requires_grad_()
+    rebuilt = (H @ W.T + b - (H @ Z.T + b)).square().mean() / 2
+    logits = net[4](torch.tanh(H @ Z.T + b))
+    (G,) = torch.autograd.grad(rebuilt + 3.0 * functional.cross_entropy(logits, y), Z)
+    plan = discrimination_aware(net, [(x, y)], 1 / 8, Growth(heads=0, balance=3.0))
+    assert plan.kept["0"] == (int(G.square().sum(0).argmax()),)
+
+
+def test_discrimination_aware_sees_what_tells_classes_apart() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(2))
+        net[2].weight.copy_(torch.tensor([[1.0, -1.0], [1.0, 1.0]]))  # the first unit moves both classes alike
+    y = torch.arange(20) % 2
+    data = [(torch.stack([torch.full((20,), 5.0), y.float()], 1), y)]
+    assert discrimination_aware(net, data, 0.5, Growth(balance=0.0)).kept == {"0": (0,)}
+    assert discrimination_aware(net, data, 0.5, Growth(balance=100.0)).kept == {"0": (1,)}
+
+
+def test_discrimination_aware_trains_classifiers_and_leaves_the_network() -> None:
+    torch.manual_seed(0)
+    net, x = Residual().eval(), torch.rand(12, 2, 4, 4)
+    data = list(zip(x.split(4), (torch.arange(12) % 3).split(4), strict=True))
+    before = copy.deepcopy(net.state_dict())
+    plan = discrimination_aware(net, data, 0.5, Growth(heads=1, head_steps=5, at_once=2))
+    assert {name: len(kept) for name, kept in plan.kept.items()} == {"a": 3, "c": 2}
+    assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert all(p.requires_grad and p.grad is None for p in net.parameters())
+    torch.manual_seed(7)
+    assert discrimination_aware(net, data, 0.5, Growth(heads=1, head_steps=5, at_once=2)) == plan
+    smaller = ispasp.apply_(copy.deepcopy(net), plan, x[:2])
+    assert smaller.a.out_channels == 3
+
+
+def test_discrimination_aware_refuses_other_layers() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.ConvTranspose2d(4, 2, 1), nn.Flatten(), nn.Linear(32, 2))
+    with pytest.raises(InputError, match="'0' is read by 2: discrimination-aware pruning is for units that Linear"):
+        discrimination_aware(net, [(torch.rand(4, 2, 4, 4), torch.arange(4) % 2)], 0.5)
