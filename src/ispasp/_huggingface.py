@@ -137,8 +137,7 @@ class _Family:
             given = names.get(kind) if name.startswith("AutoModel") else None
             found += [(name, given if isinstance(given, str) else given[0])] if given else []
         mine = [name for name, given in found if given == self.cls.__name__]
-        mine.sort(key=lambda name: (name == "AutoModelForPreTraining", name))
-        name = mine[0] if mine else self.cls.__name__
+        name = min(mine, key=lambda name: (name == "AutoModelForPreTraining", name), default=self.cls.__name__)
         if code and not mine:
             name = "AutoModel"
             found = [*(row for row in found if row[0] != name), (name, self.cls.__name__)]

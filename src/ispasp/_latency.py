@@ -86,8 +86,8 @@ class LatencyResult:
 
     @property
     def missed(self) -> bool:
-        """Whether the target is missed by more than 10 %."""
-        return self.target is not None and abs(self.pruned / self.target - 1) > _NEAR
+        """Whether the target is missed by more than 10 %; one that the dense model meets is not."""
+        return self.target is not None and self.target < self.dense and abs(self.pruned / self.target - 1) > _NEAR
 
     def __str__(self) -> str:
         """One sentence."""
@@ -101,15 +101,19 @@ class LatencyResult:
     def advice(self) -> list[str]:
         """Caveats: not faster, off the target, or too noisy to tell."""
         found = []
-        if self.pruned >= self.dense:
+        if self.target is not None and self.target >= self.dense:
+            told = f"the dense model takes {self.dense:.3g} ms, within the target of {self.target:.3g} ms"
+            found.append(f"{told}: nothing had to go; pass a shorter time")
+        elif self.pruned >= self.dense:
             found.append(f"the pruned model is not faster than the dense one ({self.speedup:.2f}x): {self.reason}")
         elif self.missed and self.target is not None:
             side = "above" if self.pruned > self.target else "below"
             again = ", also after a second round" if self.corrected else ""
-            found.append(
-                f"a call takes {self.pruned:.3g} ms, more than 10 % {side} the target of {self.target:.3g} ms{again}: "
-                f"pass Latency(milliseconds=...) {'lower' if side == 'above' else 'higher'} by the difference"
-            )
+            told = f"a call takes {self.pruned:.3g} ms, more than 10 % {side} the target of {self.target:.3g} ms{again}"
+            remedy = f"pass Latency(milliseconds=...) {'lower' if side == 'above' else 'higher'} by the difference"
+            if self.predicted is not None and self.predicted > (1 + _NEAR) * self.target:
+                remedy = "it is out of reach; pass a larger limit, least=0, scope='all', or a larger batch="
+            found.append(f"{told}: {remedy}")
         if (spread := max(self.dense_spread, self.pruned_spread)) > _NOISY:
             found.append(
                 f"the machine is too noisy for exact times: the middle half of the runs spreads over {spread:.0%} of "
@@ -144,7 +148,9 @@ def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
         with failing_as(InputError, "the model cannot be timed in ONNX Runtime", "try runtime='eager'"):
             return _onnx_job(model, batch)
     if callable(runtime):
-        found = runtime(model, batch)
+        remedy = "it gets whole models and single layers, each with a batch: let it take both"
+        with failing_as(InputError, "the function runtime= fails", remedy):
+            found = runtime(model, batch)
         if callable(found):
             return partial(found)
         if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 <= found < math.inf:
@@ -155,7 +161,7 @@ def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:
     compiled = torch._dynamo.config.patch(limits) if runtime == "compile" else nullcontext()
     with failing_as(InputError, f"the model does not run in runtime={runtime!r}", "try runtime='eager'"), compiled:
         called(*args, **kwargs)
-    return lambda: called(*args, **kwargs)
+    return partial(called, *args, **kwargs)
 
 
 def _onnx_job(model: nn.Module, batch: Batch) -> Job:
@@ -474,8 +480,7 @@ class Stopwatch:
 
         def measure() -> tuple[Any, ...]:
             with removed(model, plan) if plan else nullcontext():
-                pair = self._dense, model
-                return astuple(timed_pair(*pair, self._batch, keep.runtime, keep.repeats, self._ready))
+                return astuple(timed_pair(self._dense, model, self._batch, keep.runtime, keep.repeats, self._ready))
 
         return LatencyResult(*_of_first_rank(self._work.team, measure))
 

@@ -37,9 +37,10 @@ def export_onnx(
 
     `batch` is one batch, as for `survey`; a wrapped model is written without its wrapper. The first axis of the batch's
     tensors has the dynamic size "batch", the second axis of token ids and their masks "sequence"; the file is compared
-    with torch at two other shapes as well. `dynamic="batch"` leaves the sequence fixed, `dynamic=False` all shapes.
-    The model runs in eval mode, and its own mode is restored. Weights are inside the file, from 2 GiB on beside it in
-    `<path>.data`. An error above `tolerance` raises `ExportError` and writes nothing; float16 needs about 1e-2.
+    with torch at two larger shapes and for one example as well. `dynamic="batch"` leaves the sequence fixed,
+    `dynamic=False` all shapes. The model runs in eval mode, and its own mode is restored. Weights are inside the file,
+    from 2 GiB on beside it in `<path>.data`. An error above `tolerance` raises `ExportError` and writes nothing;
+    float16 needs about 1e-2.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,20 +113,20 @@ def _dynamic(leaf: Any, batch: Batch, axes: dict[int, str]) -> dict[int, str]:
     return {axis: name for axis, name in axes.items() if axis < leaf.ndim and leaf.shape[axis] == _size(tensors, axis)}
 
 
-def _resized(batch: Batch, axes: dict[int, str], copies: int, shorter: int) -> Batch:
-    """Copies of the batch along its batch axis, with sequences that lack their last tokens."""
+def _resized(batch: Batch, axes: dict[int, str], copies: int, shorter: int, rows: int | None = None) -> Batch:
+    """Copies of the batch, or of its first rows, along its batch axis; sequences lack their last tokens."""
 
     def change(leaf: Any) -> Any:
         found = _dynamic(leaf, batch, axes)
         leaf = leaf[:, : max(1, leaf.shape[1] - shorter)] if 1 in found else leaf
-        return torch.cat([leaf] * copies) if found else leaf
+        return torch.cat([leaf[:rows]] * copies) if found else leaf
 
     return pytree.tree_map(change, batch)
 
 
 def _export(model: nn.Module, batch: Batch, axes: dict[int, str], path: Path, opset: int | None) -> float:
     # torch.export takes an axis of one row for a constant.
-    sample = _resized(batch, axes, 2, shorter=0)
+    sample = _resized(batch, axes, 2, 0)
     args, kwargs = call_arguments(sample)
     shapes = pytree.tree_map(lambda leaf: _dynamic(leaf, sample, axes) or None, kwargs or args) if axes else None
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -133,8 +134,8 @@ def _export(model: nn.Module, batch: Batch, axes: dict[int, str], path: Path, op
     with evaluating(model):
         session = open_session(model, sample, path, **options)
     import_module("onnx.checker").check_model(str(path))
-    others = [_resized(batch, axes, 2, shorter=2), _resized(batch, axes, 3, shorter=1)] if axes else []
-    checked = [batch, *others]
+    changes = ((2, 2, None), (3, 1, None), (1, 0, 1)) if axes else ()  # one example alone, too
+    checked = [batch, *(_resized(batch, axes, *change) for change in changes)]
     return max(relative_error(_run(session, each), [t.cpu() for t in output_of(model, each)]) for each in checked)
 
 

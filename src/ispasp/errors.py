@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -93,6 +94,7 @@ def failing_as(kind: type[IspaspError], what: str, remedy: str) -> Iterator[None
     except IspaspError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        text = re.sub(r"\x1b\[[\d;]*m", "", f"{type(error).__name__}: {error}")  # colours
+        reason = " ".join(text.split())[:200]
         cause = None if kind is SaveError else error  # the cause may quote a damaged file raw
         raise kind(f"{what} ({reason}): {remedy}") from cause

@@ -93,6 +93,14 @@ def test_a_runtime_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
         pruned(Latency(0.5, runtime="compile"))
 
 
+def test_a_function_that_fails_is_one_sentence() -> None:
+    def runtime(model: nn.Module, batch: Any) -> float:
+        raise RuntimeError("\x1b[31mno\x1b[0m engine")
+
+    with pytest.raises(InputError, match=r"^the function runtime= fails \(RuntimeError: no engine\): it gets whole"):
+        pruned(Latency(0.5, runtime=runtime))
+
+
 def test_milliseconds_and_batch() -> None:
     seen = []
 
@@ -142,6 +150,25 @@ def test_a_miss_that_stays_is_told() -> None:
     told = next(text for text in result.advice if "target" in text)
     assert re.search(r"10 % below the target of .* ms, also after a second round: pass Latency", told)
     assert "advice" in str(result)
+
+
+def test_a_target_that_turns_out_of_reach_is_told() -> None:
+    def runtime(model: nn.Module, batch: Any) -> float:  # whole networks have a floor that half of the units hides
+        alone = seconds(model, batch, odd=1.0, fixed=0.0)
+        return alone if isinstance(model, torch.fx.GraphModule) else max(alone, 1e-3)
+
+    result = pruned(Latency(0.05, runtime=runtime))
+    told = next(text for text in result.advice if "target" in text)
+    assert re.search(r"10 % above the target of .* also after a second round: it is out of reach; pass a larger", told)
+
+
+def test_a_target_that_the_dense_model_meets_is_told() -> None:
+    result = pruned(Latency(milliseconds=100, runtime=seconds))
+    assert result.cost.params == result.cost.dense_params
+    (text,) = [text for text in result.advice if "target" in text or "faster" in text]
+    assert re.search(
+        r"the dense model takes .* ms, within the target of 100 ms: nothing had to go; pass a shorter", text
+    )
 
 
 def test_a_network_that_does_not_get_faster_is_a_warning_with_the_reason() -> None:

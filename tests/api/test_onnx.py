@@ -95,6 +95,19 @@ def test_batch_axis_that_cannot_be_dynamic(runtime: Any, tmp_path: Path) -> None
     assert runtime.InferenceSession(str(tmp_path / "fixed.onnx")).get_inputs()[0].shape == [2, 4]
 
 
+def test_small_batches_are_compared_too(runtime: Any, tmp_path: Path) -> None:
+    """Which way the forward goes is fixed when it is traced, with many rows."""
+
+    class Branch(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.shape[0] > 3 else -super().forward(x)
+
+    with pytest.raises(ExportError, match="onnxruntime differs from torch by .* or dynamic=False"):
+        export_onnx(Branch(4, 2), torch.randn(8, 4), tmp_path / "x.onnx")
+    assert not [*tmp_path.iterdir()]
+    assert export_onnx(Branch(4, 2), torch.randn(8, 4), tmp_path / "x.onnx", dynamic=False) < 1e-5
+
+
 @pytest.mark.long
 def test_sequences_of_any_length(runtime: Any, tmp_path: Path) -> None:
     model, ids = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), torch.arange(10).view(2, 5) % 9

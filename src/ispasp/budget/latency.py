@@ -193,6 +193,3 @@ class Latency(Budget):
         if self.model is None:
             raise InputError(f"{self} takes measuring: pass it to ispasp.prune")
         return self.model
-
-    def _dense(self, cost: Cost) -> int:
-        return round(1e9 * self._measured.dense)

@@ -204,8 +204,7 @@ def _row(number: int, row: Record, keys: Mapping[str, str]) -> str:
     texts = {label: _percent(row.get(key)) for label, key in keys.items()}
     cells = "".join(f'<td class="r number" data-label="{label}">{text}</td>' for label, text in texts.items())
     if kept < units:
-        before = row.get(keys["before"]) if "before" in keys else None
-        whole, errors = "", svg.dumbbell(before, row.get("relative_error"))
+        whole, errors = "", svg.dumbbell(row.get(keys.get("before", "")), row.get("relative_error"))
         stay = f'{kept:,} <span class="dim">of {units:,}</span>'
     else:
         whole, errors = ' class="whole"', '<span class="dim">left whole</span>'
