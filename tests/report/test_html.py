@@ -109,7 +109,7 @@ def test_errors_stand_on_an_axis_from_0_to_100_percent() -> None:
     """However small they are, and beside the drawing in numbers: no mouse is needed."""
     low = {**result()["layers"][0], "relative_error": 0.01, "uncompensated_error": 0.02, "held_out_error": 0.015}
     text = html(result(layers=[low]), {"fc1": ((1, 8), (0.02, 0.0))})
-    for said in ("100&thinsp;%", ">100%</text>", ">50%</text>", "1.00&thinsp;%", "2.00&thinsp;%", "1.50&thinsp;%"):
+    for said in ("100&#8239;%", ">100%</text>", ">50%</text>", "1.00&#8239;%", "2.00&#8239;%", "1.50&#8239;%"):
         assert said in text, said
     left, right = (float(re.findall(r'cx="([\d.]+)"', dumbbell(None, value))[0]) for value in (0.0, 1.0))
     (at,) = (float(x) for x in re.findall(r'cx="([\d.]+)"', dumbbell(None, 0.25)))
@@ -190,7 +190,7 @@ def test_two_hundred_layers_with_long_names() -> None:
     assert text.index("more layers <b>176</b>") < text.rindex("<h3>")
     assert text.count("gains a bias") == 1  # one note, and the names it is about
     assert "model.<wbr>encoder" in text  # a long name breaks at its points
-    assert "&lt;&thinsp;0.01" in html(result(layers=[{**layers[0], "relative_error": 2e-7}]))
+    assert "&lt;&#8239;0.01" in html(result(layers=[{**layers[0], "relative_error": 2e-7}]))
 
 
 def test_real_results_are_drawn() -> None:

@@ -135,6 +135,47 @@ def test_dragging_the_budget_moves_widths_errors_and_costs(
 
 
 @needs_chromium
+def test_the_scale_takes_in_the_error_of_any_budget(
+    made: tuple[Net, Tensor, ispasp.Result], chrome: tuple[Browser, Path], tmp_path: Path
+) -> None:
+    """Errors of this network are tiny beside those of narrow ones, and are told with two digits."""
+    _, _, result = made
+    told = json.loads(json.dumps(result.tradeoffs))
+    for dimension in told["dimensions"]:
+        kept, (narrowest, *others) = dimension["curve"]
+        dimension["curve"] = [kept, [narrowest, *(1e-6 * error for error in others)]]
+    (tmp_path / "report.html").write_text(html(json.loads(result.to_json()), result.curves, told), encoding="utf-8")
+    tab, _ = chrome
+    tab.open(tmp_path / "report.html")
+    top = "return document.querySelector('#play .tradeoff text').textContent"
+    assert re.fullmatch(r"predicted error (0\.\d*[1-9]\d|<\u202f0\.01)\u202f%", tab.run(top))
+    tab.drag("#play .budget", 0.5, 0.0)
+    assert tab.run(top) == f"predicted error {tab.text('#play .error')}"
+    assert tab.text("#play .error-under") == "over 100 times that of this network"
+    assert tab.complaints() == []
+
+
+@needs_chromium
+def test_the_command_line_takes_the_plan_of_a_dragged_budget(
+    chrome: tuple[Browser, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))\n"
+    Path("nets.py").write_text(text, encoding="utf-8")
+    call = ("prune", "nets.py:net", "--data", "random", "--input-size", "6", "--examples", "16")
+    assert command(*call, "--macs", "0.8", "--out", "one").code == 0
+    tab, folder = chrome
+    tab.open(tmp_path / "one" / "report.html")
+    tab.drag("#play .budget", 0.8, 0.3)
+    plan = downloaded(tab, folder)
+    done = command(*call, "--plan", plan, "--out", "two")
+    assert done.code == 0, done
+    wanted, found = (json.loads(p.read_text(encoding="utf-8")) for p in (plan, Path("two/plan.json")))
+    assert wanted["dimensions"] == found["dimensions"]
+    assert json.loads(Path("two/result.json").read_text(encoding="utf-8"))["cost"]["macs"] == exact(tab, "macs")
+
+
+@needs_chromium
 def test_bars_say_why_layers_stay(
     made: tuple[Net, Tensor, ispasp.Result], chrome: tuple[Browser, Path], tmp_path: Path
 ) -> None:
@@ -178,7 +219,7 @@ def test_latency_has_a_slider_where_it_was_measured(chrome: tuple[Browser, Path]
     _, _, result = pruned(keep=ispasp.Latency(0.6, runtime=no_noise))
     tab, folder = chrome
     tab.open(result.report(tmp_path / "report.html"))
-    assert "ms a call" in tab.text("#play .chosen")
+    assert "time of a call" in tab.text("#play .chosen")
     before = exact(tab, "latency")
     tab.drag("#play .budget", 0.6, 0.95)
     assert exact(tab, "latency") > before

@@ -92,8 +92,9 @@ def _play(tradeoffs: Record) -> str:
     held = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
     return f"""<section id="play" hidden><h2>Other budgets</h2>
 <p>Drag the budget. Widths and errors are predicted from the curves of the layers, costs are counted, times come from
-the measured table. The ring is this network. Save the plan, and run the same command with <code>--plan</code> and the
-file in place of the budget: it keeps these units, refits and proves.</p>
+the measured table. The error adds up what every layer does to the output: compare budgets by it. The ring is this
+network. Save the plan, and run the same command with <code>--plan</code> and the file in place of the budget: it keeps
+these units, refits and proves.</p>
 <fieldset><legend>Budget</legend>{options}</fieldset>
 <svg class="tradeoff" role="img" aria-label="predicted error against the budget"></svg>
 <label class="chosen" for="budget"></label>
@@ -105,8 +106,8 @@ file in place of the budget: it keeps these units, refits and proves.</p>
 aria-label="layers from input to output; arrow keys go through them"></div>
 <p class="info" id="info" aria-live="polite">Point at a bar: a layer, as high as the root of its channels. Hatched ones
 say why they stay whole.</p>
-<details><summary>Widths <b>{len(tradeoffs["dimensions"])}</b></summary><ul class="list"></ul></details>
 <button type="button" class="download">Save the plan</button>
+<details><summary>Widths <b>{len(tradeoffs["dimensions"])}</b></summary><ul class="list"></ul></details>
 <script type="application/json" id="tradeoffs">{held}</script></section>"""
 
 
@@ -145,10 +146,10 @@ def _tiles(result: Record) -> str:
         after, before = cost[key], cost[f"dense_{key}"]
         times = f"<small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
         share = after / before if before else 1.0
-        tiles.append(_tile(label, _count(after), f"{100 * share:.1f}&thinsp;% of {_count(before)}", times, share))
+        tiles.append(_tile(label, _count(after), f"{100 * share:.1f}&#8239;% of {_count(before)}", times, share))
     if timed := result.get("latency"):
-        under = f"{timed['pruned'] / timed['dense']:.1%} of {timed['dense']:.3g} ms, {timed['runtime']}"
-        tiles.append(_tile("Milliseconds of a call", f"{timed['pruned']:.3g}", escape(under)))
+        under = f"{_percent(timed['pruned'] / timed['dense'])} of {timed['dense']:.3g} ms, "
+        tiles.append(_tile("Milliseconds of a call", f"{timed['pruned']:.3g}", under + escape(timed["runtime"])))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -195,7 +196,7 @@ def _table(rows: Sequence[Record], compensated: bool) -> str:
         f"should be, relative to their size.{held}</p>{legend}"
         '<table><thead><tr><th class="r">#</th><th>hidden dimension</th><th>kind</th>'
         '<th>units that stay</th><th class="r"></th><th class="scale"><span>0</span><span>error</span>'
-        f"<span>100&thinsp;%</span></th>{head}</tr></thead><tbody>{body}</tbody></table></section>"
+        f"<span>100&#8239;%</span></th>{head}</tr></thead><tbody>{body}</tbody></table></section>"
     )
 
 
@@ -298,8 +299,8 @@ def _percent(value: Any) -> str:
     if not _finite(value):
         return _DASH
     if 0 < value < 5e-5:
-        return "&lt;&thinsp;0.01&thinsp;%"
-    return f"{100 * value:.2f}&thinsp;%" if abs(value) < 0.1 else f"{100 * value:.1f}&thinsp;%"
+        return "&lt;&#8239;0.01&#8239;%"
+    return f"{100 * value:.2f}&#8239;%" if abs(value) < 0.1 else f"{100 * value:.1f}&#8239;%"
 
 
 def _rounding(value: Any) -> str:

@@ -9,7 +9,7 @@
   const slider = at("budget");
   const dense = dimensions.map((d) => d.units);
   const pruned = dimensions.map((d) => d.pruned);
-  const labels = { macs: "MACs", params: "parameters", latency: "ms a call" };
+  const labels = { macs: "MACs", params: "parameters", latency: "time of a call" };
   let measure = "macs", paths = {}, widths = dense;
 
   /* Costs. A length is a sum of products of widths, a term a factor times lengths: see budget/tradeoffs.py. */
@@ -85,11 +85,13 @@
   }
 
   /* Texts */
-  const percent = (x) => (100 * x).toFixed(x < 0.1 ? 2 : x < 1 ? 1 : 0) + "\u2009%";
+  const digits = (x) => (x < 1 ? x && x.toPrecision(2) : x < 1e3 ? x.toPrecision(3) : x.toLocaleString("en", { maximumFractionDigits: 0 }));
+  const percent = (x) => (x > 0 && x < 5e-5 ? "<\u202f0.01" : digits(100 * x)) + "\u202f%";
+  const times = (x) => (x > 100 ? "over 100" : digits(x));
   function count(n) {
     if (n < 1e4) return n.toLocaleString("en", { maximumFractionDigits: n < 100 ? 2 : 0 });
     const [size, letter] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "K"]].find(([s]) => n >= s);
-    return (n / size).toPrecision(3) + "\u2009" + letter;
+    return (n / size).toPrecision(3) + "\u202f" + letter;
   }
 
   /* The drawing of error against cost */
@@ -104,7 +106,7 @@
   }
   function most() {
     const last = paths[measure].at(-1).error;
-    return Math.min(last, 4 * error(pruned) || last) || 1;  /* steep ends are cut off */
+    return Math.min(last, Math.max(4 * error(pruned), error(widths)) || last) || 1;  /* steep ends are cut off */
   }
   const label = (x, y, anchor, text) => `<text x="${x}" y="${y}" text-anchor="${anchor}">${text}</text>`;
   function scale() {
@@ -114,7 +116,7 @@
         label(wide - edge, y - 5, "end", (part === 1 ? "predicted error " : "") + percent(part * most()));
     });
     const least = percent(paths[measure].at(-1).cost / measures[measure].dense);
-    return rows.join("") + label(edge, high - 5, "start", least) + label(wide - edge, high - 5, "end", "100\u2009%") +
+    return rows.join("") + label(edge, high - 5, "start", least) + label(wide - edge, high - 5, "end", "100\u202f%") +
       `<line class="axis" x1="${edge}" x2="${wide - edge}" y1="${ground}" y2="${ground}"/>`;
   }
   function draw() {
@@ -175,11 +177,11 @@
       const now = cost(name, widths), all = measures[name].dense;
       at(name).textContent = count(now);
       at(name).title = now;
-      at(name + "-under").textContent = `${percent(now / all)} of ${count(all)}`;
+      at(name + "-under").textContent = `${percent(now / all)} of ${count(all)}${name === "latency" ? "\u202fms" : ""}`;
     });
     const lost = error(widths), ours = error(pruned);
     at("error").textContent = percent(lost);
-    at("error-under").textContent = ours > 0 ? `${(lost / ours).toFixed(2)} times that of this network` : "";
+    at("error-under").textContent = ours > 0 ? `${times(lost / ours)} times that of this network` : "";
     rows.forEach(({ fill, text }, i) => {
       fill.style.width = (100 * widths[i]) / dense[i] + "%";
       text.textContent = `${widths[i]} of ${dense[i]}, error ${percent(Math.sqrt(Math.max(errorAt(i, widths[i]), 0)))}`;
@@ -195,7 +197,7 @@
     const share = slider.value / 100;
     widths = spend(measure, share * measures[measure].dense * (1 + 1e-9));
     slider.setAttribute("aria-valuetext", `${slider.value} % of the dense network's ${labels[measure]}`);
-    at("chosen").textContent = `${slider.value}\u2009% of the dense network's ${labels[measure]}`;
+    at("chosen").textContent = `${slider.value}\u202f% of the dense network's ${labels[measure]}`;
     show();
   }
   function choose(name) {
