@@ -71,7 +71,6 @@ class Versus(Printed):
         return rows + [{"what": "example", "name": str(n), **blank, "error": e} for n, e in self.worst.items()]
 
     def to_json(self) -> str:
-        """Everything as JSON text."""
         return json.dumps({"format": "ispasp-compare", **asdict(self)})
 
     def report(self, path: str | os.PathLike[str]) -> Path:

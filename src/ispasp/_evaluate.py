@@ -238,34 +238,30 @@ def own_labels(output: Any, batch: Batch) -> Tensor:
     return -logp.gather(1, labels).mean()
 
 
-class _Predicted(NamedTuple):
-    """The predicted classes, if the output has classes, and a sample of its values."""
-
-    classes: Tensor | None = None
-    values: Tensor | None = None
+_Predicted = tuple[Tensor | None, Tensor | None]
 
 
 def _predicted(output: Any, batch: Batch) -> _Predicted:
+    """The predicted classes, if the output has classes, and a sample of its values."""
     found = _output(output, batch)
     if found is None:
-        return _Predicted()
+        return None, None
     y, axis, values = found
     if not y.is_floating_point():
-        return _Predicted(y.flatten().cpu())
+        return y.flatten().cpu(), None
     flat = values.detach().flatten()
     if flat.numel() > _SAMPLE:
         at = torch.randint(flat.numel(), (_SAMPLE,), generator=torch.Generator().manual_seed(0))
         flat = flat[at.to(flat.device)]
-    return _Predicted(None if axis is None else y.argmax(axis).flatten().cpu(), flat.float().cpu())
+    return None if axis is None else y.argmax(axis).flatten().cpu(), flat.float().cpu()
 
 
 def _compared(dense: _Predicted, pruned: _Predicted) -> Tensor:
     """Equal predictions, predictions, squared difference and squared size of the outputs. (4,)"""
     found = torch.zeros(4, dtype=torch.float64)
-    a, b = dense.classes, pruned.classes
+    (a, x), (b, y) = dense, pruned
     if a is not None and b is not None and a.shape == b.shape:
         found[0], found[1] = int((a == b).sum()), a.numel()
-    x, y = dense.values, pruned.values
     if x is not None and y is not None and x.shape == y.shape:
         x, y = x.double(), y.double()
         finite = torch.isfinite(x) & torch.isfinite(y)

@@ -244,8 +244,6 @@ class _SoftUnits:
         return plan
 
     def after_epoch(self, evaluate: Callable[[nn.Module], Any] | None) -> Callable[[nn.Module], Any]:
-        """Zero the units, then evaluate."""
-
         def step(model: nn.Module) -> Any:
             self.zero_(model)
             return NO_SCORE if evaluate is None else evaluate(model)

@@ -54,7 +54,6 @@ class Opening:
     why: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line: the call, and why no simpler one."""
         reason = f" ({'; '.join(self.why)})" if self.why else ""
         return f"opens with {self.call}{reason}"
 
@@ -125,7 +124,6 @@ class _Family:
             return None
 
     def text(self, config: Config) -> str:
-        """The text of `config.json`."""
         return str(self.cls.config_class.from_dict(copy.deepcopy(config)).to_json_string())
 
     def call(self, code: bool) -> tuple[str, list[tuple[str, str]]]:

@@ -81,7 +81,6 @@ class LatencyResult:
 
     @property
     def speedup(self) -> float:
-        """Speed-up of the pruned model."""
         return self.dense / self.pruned
 
     @property
@@ -90,7 +89,6 @@ class LatencyResult:
         return self.target is not None and self.target < self.dense and abs(self.pruned / self.target - 1) > _NEAR
 
     def __str__(self) -> str:
-        """One sentence."""
         where = f"{self.runtime}, {self.examples} example{'s' * (self.examples != 1)}, {self.threads} thread"
         aim = "" if self.target is None else f"; target {self.target:.3g} ms, predicted {self.predicted:.3g} ms"
         return (
@@ -236,7 +234,6 @@ class Spec:
         return f"{self.dtype}{[*self.shape]}{self.device.type}{'w' if self.weight else ''}".removeprefix("torch.")
 
     def tensor(self, device: str | torch.device | None = None) -> Tensor:
-        """Some values."""
         return torch.ones(self.shape, dtype=self.dtype, device=device or self.device)
 
 
@@ -364,7 +361,7 @@ def measured_terms(ops: Sequence[Op], runtime: Runtime, *, progress: bool) -> li
     runtime = "eager" if runtime == "compile" else runtime
     cache = Cache(runtime)
     for op in track(ops, "timing layers", len(ops), show=progress):
-        wanted = {op.key(kept): kept for kept in schedule(op) if op.key(kept) not in cache.times}
+        wanted = {key: kept for kept in schedule(op) if (key := op.key(kept)) not in cache.times}
         if wanted:
             chains = [op.chain(kept, _COPIES) for kept in wanted.values()]
             jobs = [job(runtime, *each) for each in (op.chain({}, 0), *chains)]
@@ -504,7 +501,6 @@ class Stopwatch:
         return self.corrected
 
     def result(self, model: nn.Module, widths: Mapping[str, int]) -> LatencyResult:
-        """Time the pruned model beside the dense one."""
         keep, about = self.budget, self.budget.model
         assert about is not None  # noqa: S101  # __init__ has put it there
         found = self._timed(keep, model)

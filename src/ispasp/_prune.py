@@ -334,8 +334,6 @@ def _facts_of_survey(work: Work) -> dict[str, Any]:
 
 
 # Widths ---------------------------------------------------------------------------------------------------------
-
-
 def _widths(work: Work, clock: Stopwatch | None) -> Widths:
     """Choose how many units stay: as `keep` says, or by spending a budget."""
     o, dimensions = work.options, work.survey.dimensions

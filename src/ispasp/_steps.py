@@ -57,7 +57,6 @@ class Work:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the dense model."""
         return named_tensors(self.model)
 
     @cached_property

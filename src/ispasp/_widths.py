@@ -318,7 +318,6 @@ class _Judge:
         return candidates[int(np.argmin(errors))], min(errors)
 
     def network(self, widths: Mapping[str, int]) -> nn.Module:
-        """The network pruned and refitted on the sample."""
         return _Pruned(self._work, self._edits(widths))
 
     def _edits(self, widths: Mapping[str, int]) -> Edits:

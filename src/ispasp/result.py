@@ -343,7 +343,6 @@ def _cost(work: Work, done: Decisions, plan: Plan, layers: Folding) -> Cost:
 
 
 def _advice(work: Work, done: Decisions, evidence: Evidence, plan: Plan) -> tuple[str, ...]:
-    """Hints for a better result, and caveats."""
     found = [_few_examples(done) or _unsteady(work, done), _amplified(evidence)]
     folded = plan.structure.folded
     if folded:

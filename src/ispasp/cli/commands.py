@@ -131,7 +131,6 @@ class TrainingOptions:
     checkpoint: Path | None = o.opt(None, None, "Folder; an interrupted run resumes from it.")
 
     def chosen(self, teacher: Loaded | None, seed: int) -> dict[str, Any]:
-        """Return these options as `ispasp.finetune` takes them."""
         recipe = Sgd() if self.optimizer == "sgd" else AdamW()
         names = ("epochs", "label_smoothing", "mixed_precision", "accumulate", "checkpoint")
         return {name: getattr(self, name) for name in names} | {

@@ -157,7 +157,6 @@ class Loaded:
 
     @property
     def parameters(self) -> set[str]:
-        """The parameter names of the forward."""
         return set(inspect.signature(self.model.forward).parameters)
 
     def call(self, x: Tensor) -> Any:
@@ -205,7 +204,6 @@ class Examples:
         return DataLoader(chosen, batch_size, shuffle=shuffle, collate_fn=self._labelled if labelled else self.read)
 
     def needed_labels(self) -> Tensor:
-        """Return the labels, or raise if there are none."""
         if self.labels is None:
             raise InputError(
                 f"{self.text} have no labels: pass an image folder with one sub-folder per class, an .npz or a "

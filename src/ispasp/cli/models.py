@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +50,6 @@ class ModelOptions:
     task: Task | None = o.opt(None, None, "Class of a Hugging Face model. Default: as its config says.")
 
     def load(self, seed: int = 0) -> Loaded:
-        """Build the model and load its weights."""
         o.LOG.debug("loading %s", self.model)
         return load_model(self.model, self.weights, dense=self.dense, task=self.task, seed=seed)
 
@@ -59,32 +59,27 @@ def load_model(spec: str, weights: str = "", *, dense: str = "", task: Task | No
 
     `dense` names the dense model of a pruned folder, `task` the class of a Hugging Face model.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _load(spec, weights, dense, task)
-
-
-def _load(spec: str, weights: str = "", dense: str = "", task: Task | None = None) -> Loaded:
-    kind, _, rest = spec.partition(":")
-    folder = saved_folder(spec)
+    (kind, _, rest), folder = spec.partition(":"), saved_folder(spec)
     if task and (folder is not None or kind != "hf"):
         raise InputError(f"--task {task.value} is for Hugging Face models (hf:), not for {spec}: leave it out")
     if folder is not None:
         if weights:
             raise InputError(f"--weights beside {spec}: the folder holds its weights, so leave --weights out")
-        return load_saved(folder, dense, _load)
+        return load_saved(folder, dense, partial(load_model, seed=seed))
     if weights == PRETRAINED and kind not in _PACKAGES:
         raise InputError(f"--weights pretrained is for torchvision: and timm:, not for {spec}: pass a file")
-    if kind == "hf":
-        name = str(Path(rest).expanduser()) if rest.startswith("~") else rest
-        model, warnings = hf_model(name, empty=bool(weights), task=task)
-        built = replace(described(model, f"hf:{name}", name), warnings=warnings)
-    elif kind in _PACKAGES:
-        built = _of_package(spec, weights)
-    elif _FACTORY.fullmatch(spec):
-        built = Loaded(from_file(spec).eval(), spec)
-    else:
-        raise InputError(_no_model(spec))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "hf":
+            name = str(Path(rest).expanduser()) if rest.startswith("~") else rest
+            model, warnings = hf_model(name, empty=bool(weights), task=task)
+            built = replace(described(model, f"hf:{name}", name), warnings=warnings)
+        elif kind in _PACKAGES:
+            built = _of_package(spec, weights)
+        elif _FACTORY.fullmatch(spec):
+            built = Loaded(from_file(spec).eval(), spec)
+        else:
+            raise InputError(_no_model(spec))
     if weights and weights != PRETRAINED:
         fill(built.model, Path(weights).expanduser())
     return built

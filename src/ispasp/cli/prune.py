@@ -124,7 +124,6 @@ class AmountOptions:
     round_to: int | None = o.opt(None, _AMOUNT, "Round widths to multiples of this, such as 8.", min=1)
 
     def amount(self) -> Any:
-        """Return `keep=` of `ispasp.prune`: a number, globs, a budget or a recipe."""
         names = ("keep", "macs", "params", "latency", "recipe", "plan")
         given = {name: value for name in names if (value := getattr(self, name)) not in (None, [])}
         if len(given) > 1:
@@ -176,7 +175,6 @@ class HowOptions:
     curves: bool = o.opt(True, _HOW, "Predict the error at other widths, for the report.", "--curves/--no-curves")
 
     def chosen(self) -> str | Selector:
-        """Return the method, "auto" resolved."""
         found: str | Selector = best_method(self.order) if self.method == "auto" else self.method
         return found
 
@@ -208,7 +206,6 @@ class HealOptions:
     heal_checkpoint: Path | None = o.opt(None, _HEAL, "Folder; the same command resumes from it after a stop.")
 
     def chosen(self) -> ispasp.Heal | None:
-        """Return `heal=` of `ispasp.prune`."""
         given = {name: getattr(self, f"heal_{name}") for name in _HEALING}
         asked = self.heal or any(value not in (None, False) for value in given.values())
         return ispasp.Heal(**given) if asked else None
@@ -268,7 +265,9 @@ def prune(
     result = ispasp.prune_(loaded.model, batches, loss=loss, examples=None, evaluate=judge, **chosen)
     warnings += [] if result.layers else ["Nothing was removed: pass a smaller --keep, or fewer --skip."]
     told = json.loads(result.to_json()) | {"warnings": warnings, **({"no_curves": without} if without else {})}
-    told |= {"model": _dense(model), "command": shlex.join(["ispasp", *sys.argv[1:]])}
+    folder = saved_folder(model.model)  # of a model that was pruned before: the dense one is named
+    name = model.model if folder is None else model.dense or str(saved_result(folder)["model"])
+    told |= {"model": name, "command": shlex.join(["ispasp", *sys.argv[1:]])}
     told["settings"] |= {name: getattr(data, name) for name in ("data", "val", "seed", "batch_size")}
     told["settings"] |= {"weights": model.weights, "examples": min(data.examples, found.count)}
     told["settings"] |= {"preprocessing": found.preprocessing.to_dict()} if found.preprocessing else {}
@@ -292,12 +291,6 @@ def _chosen(amounts: AmountOptions, how: HowOptions, healing: HealOptions, what:
         "compensate": None if how.compensate == "none" else how.compensate,
         "skip": tuple(what.skip or ()),
     }
-
-
-def _dense(model: ModelOptions) -> str:
-    """The name of the dense model; for a pruned folder --model, or what the folder was made from."""
-    folder = saved_folder(model.model)
-    return model.model if folder is None else model.dense or str(saved_result(folder)["model"])
 
 
 def _with_usable_labels(loaded: Loaded, found: Examples, method: str | Selector) -> Examples:
