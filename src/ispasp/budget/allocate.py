@@ -230,11 +230,8 @@ def fill(problem: Problem, place: Place) -> Place:
     """Widen where it lowers the error most for its count, until no further step fits."""
     candidates = [*range(len(place))]
     while True:
-        costs = {
-            d: problem.count(_at(place, {d: place[d] + 1})) - problem.count(place)
-            for d in candidates
-            if place[d] < problem.options[d].last
-        }
+        wider = {d: _at(place, {d: place[d] + 1}) for d in candidates if place[d] < problem.dense[d]}
+        costs = {d: problem.count(new) - problem.count(place) for d, new in wider.items()}
         candidates = [d for d, cost in costs.items() if cost <= problem.slack(place)]  # others never fit again
         if not candidates:
             return place

@@ -155,7 +155,12 @@ def sampled_energy(consumer: Consumer, H: Tensor, units: int, positions: int = 2
     tensor([[ 1.,  2.],
             [ 2., 40.]], dtype=torch.float64)
     """
-    X = _sampled_patches(consumer, H.detach(), positions)  # (g, K, N)
+    H = H.detach() if H.dtype in (torch.float32, torch.float64) else H.detach().float()
+    if not isinstance(consumer, ConvConsumer):
+        H = H.reshape(-1, H.shape[-1])
+    wanted = min(len(H), -(-positions // max(1, H[:1, :1].numel())))
+    X = patches(consumer, H[:: max(1, len(H) // max(1, wanted))][:wanted])  # an expert may get no token at all
+    X = X[..., :: max(1, X.shape[-1] // positions)][..., :positions]  # (g, K, N)
     if X.shape[1] <= _WIDEST:
         return energy(consumer, Gram((X @ X.mT).double(), X.shape[-1]), units)
     W, unit_of = columns(consumer)  # (g, O/g, K), (g, K)
@@ -167,15 +172,3 @@ def sampled_energy(consumer: Consumer, H: Tensor, units: int, positions: int = 2
             V = W[group][:, mine]
             E[unit] += ((V.T @ V) * G.double()).sum()
     return torch.diag(E)
-
-
-def _sampled_patches(consumer: Consumer, H: Tensor, positions: int) -> Tensor:
-    """At most `positions` columns of the patches, from examples all over the batch."""
-    H = H if H.dtype in (torch.float32, torch.float64) else H.float()
-    if isinstance(consumer, ConvConsumer):
-        wanted = min(len(H), -(-positions // max(1, H[0, 0].numel())))
-    else:
-        H = H.reshape(-1, H.shape[-1])
-        wanted = min(len(H), positions)
-    X = patches(consumer, H[:: max(1, len(H) // max(1, wanted))][:wanted])  # an expert may get no token at all
-    return X[..., :: max(1, X.shape[-1] // positions)][..., :positions]

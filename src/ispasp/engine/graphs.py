@@ -81,11 +81,8 @@ class TracedGraph:
         return writes(self.trace.graph)
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> Values:
-        return {
-            node: (self.trace.constants if source.kind == "constant" else tensors)[source.name]
-            for node, source in self.sources.items()
-            if source.kind != "input"
-        }
+        fixed = ((node, source) for node, source in self.sources.items() if source.kind != "input")
+        return {n: (self.trace.constants if s.kind == "constant" else tensors)[s.name] for n, s in fixed}
 
     def inputs(self, batch: Batch, tensors: Mapping[str, Tensor]) -> Values:
         """Values of the inputs, and copies of buffers and constants that ops write into."""
@@ -143,10 +140,7 @@ class TracedGraphs:
 
 
 def _another_path(batch: Batch) -> str:
-    return (
-        f"a batch of shapes {signature(batch)[1:]} takes another path through the model than the first one: "
-        "calibrate with batches of one shape"
-    )
+    return f"a batch of {signature(batch)[1:]} takes another path through the model than the first: use one shape"
 
 
 def same_path(a: Trace, b: Trace) -> bool:

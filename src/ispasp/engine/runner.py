@@ -131,9 +131,7 @@ class Runner:
 
     def named(self, name: str) -> Tensor:
         """The present value of a parameter or buffer in the pruned network."""
-        if name in self.edits.tensors:
-            return self.edits.tensors[name]
-        found: Tensor = self.fixed[self.graph.placeholders[name]]
+        found: Tensor = self.edits.tensors.get(name, self.fixed[self.graph.placeholders[name]])
         return found
 
     @property
@@ -154,10 +152,8 @@ class Runner:
     def _is_edited(self, node: fx.Node) -> bool:
         if any(n in self.edits.cuts or n in self.edits.biases for n in self.graph.numbers.get(node, ())):
             return True
-        return any(self._name(n) in self.edits.tensors for n in node.all_input_nodes if n.op == "placeholder")
-
-    def _name(self, placeholder: fx.Node) -> str:
-        return self.graph.trace.sources[placeholder.name].name
+        read = (self.graph.sources[n].name for n in node.all_input_nodes if n.op == "placeholder")
+        return any(name in self.edits.tensors for name in read)
 
     # Looking ahead ----------------------------------------------------------------------------------------------
     def arguments(self, number: int, *, dense: bool = False) -> Arguments:
@@ -216,7 +212,7 @@ class Runner:
     def _fetch(self, node: fx.Node, values: Values, *, edited: bool) -> tuple[Any, Any]:
         def look_up(n: fx.Node) -> Any:
             if n.op == "placeholder" and n in self.fixed and n not in values:
-                return self.edits.tensors.get(self._name(n), self.fixed[n]) if edited else self.fixed[n]
+                return self.edits.tensors.get(self.graph.sources[n].name, self.fixed[n]) if edited else self.fixed[n]
             return values[n]
 
         args, kwargs = fx.node.map_arg(node.args, look_up), fx.node.map_arg(node.kwargs, look_up)

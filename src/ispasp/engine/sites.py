@@ -42,11 +42,8 @@ class Site:
 
     def cuts(self, kept: Kept) -> list[Cut]:
         """Positions of its input that hold kept units, axis by axis."""
-        return [
-            Cut(self.contraction.data, dim, kept_mask(extent, kept))
-            for dim, extent in self.extents
-            if names_in(extent) & set(kept)
-        ]
+        shrinking = ((dim, extent) for dim, extent in self.extents if names_in(extent) & set(kept))
+        return [Cut(self.contraction.data, dim, kept_mask(extent, kept)) for dim, extent in shrinking]
 
     def activations(self, arguments: Arguments) -> Tensor:
         found: Tensor = self.contraction.data.get(arguments)
@@ -149,10 +146,8 @@ def _extents(analysis: Analysis, contraction: Contraction, wanted: Collection[st
     def only(factor: Factor) -> Factor:
         return factor if factor[0] in read and factor[0] in wanted else (None, factor[1])
 
-    return tuple(
-        (dim, tuple(tuple(map(only, segment)) for segment in analysis.extent(value.axes[dim])))
-        for dim in contraction.dims
-    )
+    axes = ((dim, analysis.extent(value.axes[dim])) for dim in contraction.dims)
+    return tuple((dim, tuple(tuple(map(only, segment)) for segment in extent)) for dim, extent in axes)
 
 
 def units_along(extent: Extent, name: str) -> Tensor:

@@ -76,12 +76,9 @@ def _gradients(sites: Sequence[Site], runner: Runner, batch: Any, loss: Loss) ->
         value = checked_loss(loss(runner.output(), batch))
         if not value.requires_grad:
             raise InputError("loss(output, batch) does not depend on the model's output: compute it from `output`")
-        probes = [runner.probes[site.number] for site in sites]
-        found = torch.autograd.grad(value, [probe.zero for probe in probes], allow_unused=True)
-    return [
-        torch.zeros_like(probe.value, dtype=torch.float64) if g is None else g.double()
-        for probe, g in zip(probes, found, strict=True)
-    ]
+        zeros = [runner.probes[site.number].zero for site in sites]
+        found = torch.autograd.grad(value, zeros, allow_unused=True, materialize_grads=True)
+    return [gradient.double() for gradient in found]
 
 
 def _by_unit(effect: Tensor, unit_of: Tensor, units: int) -> Sensitivity:

@@ -62,10 +62,8 @@ class Analysis:
 
     def extent(self, axis: Axis) -> Extent:
         """Convert an axis to the notation of plans."""
-        return tuple(
-            tuple((self.names.get(atom), atom.size) for atom in segment) if segment else ((None, 1),)
-            for segment in resolve(axis)
-        )
+        found = (tuple((self.names.get(atom), atom.size) for atom in segment) for segment in resolve(axis))
+        return tuple(segment or ((None, 1),) for segment in found)
 
 
 def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analysis:

@@ -240,10 +240,8 @@ def op_of(node: fx.Node) -> Op | None:
 
 def named_arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """Arguments of a call by their names in the op's schema, defaults filled in."""
-    return {
-        argument.name: args[k] if k < len(args) else kwargs.get(argument.name, argument.default_value)
-        for k, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-    }
+    known = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+    return {a.name: args[k] if k < len(args) else kwargs.get(a.name, a.default_value) for k, a in known}
 
 
 def given_to(node: fx.Node) -> Arguments:

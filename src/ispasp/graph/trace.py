@@ -31,23 +31,16 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a batch is passed to a model: (args, kwargs)."""
-    if isinstance(batch, Mapping):
-        return (), _without_cache_inputs(batch)
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    return (batch,), {}
-
-
-def _without_cache_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn `use_cache` off and drop empty caches: pruning runs decoders on whole sequences."""
+    """How a batch is passed to a model: (args, kwargs). Decoders run on whole sequences, without a cache."""
+    if not isinstance(batch, Mapping):
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     inputs = {name: False if name == "use_cache" else value for name, value in batch.items()}
     for name in ("past_key_values", "past_key_value", "cache_params"):
         cache = inputs.pop(name, None)
         positions = getattr(cache, "get_seq_length", getattr(cache, "__len__", lambda: 1))
         if cache is not None and positions() != 0:
             raise InputError(f"the batch holds a filled cache, {name!r}: leave it out, and pass whole sequences")
-    return inputs
+    return (), inputs
 
 
 def _fresh_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

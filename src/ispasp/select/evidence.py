@@ -99,10 +99,9 @@ def required(reading: Reading, kind: type[S], number: int, shape: tuple[int, ...
 
 def by_channel_sums(statistics: Statistics, kind: type[Total], *rows: int) -> list[tuple[Consumer, Tensor]]:
     """Every consumer with what it has of a statistic of channels, in float64. (*rows, channels)"""
-    return [
-        (reading.consumer, required(reading, kind, number, (*rows, reading.consumer.channels)).total.double())
-        for number, reading in enumerate(statistics.readings)
-    ]
+    readings = enumerate(statistics.readings)
+    taken = ((r.consumer, required(r, kind, number, (*rows, r.consumer.channels))) for number, r in readings)
+    return [(consumer, found.total.double()) for consumer, found in taken]
 
 
 def moments(statistics: Statistics) -> list[tuple[Consumer, Tensor]]:

@@ -220,10 +220,8 @@ class FisherOBS(OBS):
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """The search of `OBS` for consumers whose outputs are scaled by the roots of f."""
         statistics = evidence.statistics
-        f = [
-            required(reading, Fisher, number, (reading.consumer.outputs,)).total.double()
-            for number, reading in enumerate(statistics.readings)
-        ]
+        rows = enumerate(statistics.readings)
+        f = [required(row, Fisher, number, (row.consumer.outputs,)).total.double() for number, row in rows]
         largest = max(float(each.max()) for each in f)
         if largest > 0:
             pairs = zip(statistics.readings, f, strict=True)

@@ -125,26 +125,21 @@ def to_fold(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> tuple
 
 def folded(module: nn.Module) -> nn.Module | None:
     """A plain layer with the weight that a module computes; None if that gives other outputs."""
-    base = _base(module)
-    if base is None or not _computes(module) or "forward" in vars(module):
+    if not _computes(module) or "forward" in vars(module):
         return None
     with suppress(Exception), evaluating(module):  # a forward may raise anything
-        return _folded(module, base)
-    return None
-
-
-def _folded(module: Any, base: type[nn.Module]) -> nn.Module | None:
-    runs = [_watched(module, x) for x in _probes(module)]
-    if any(len(seen) != 1 for _, _, seen in runs):
-        return None
-    weight, bias = runs[0][2][0]
-    for _, _, ((w, b),) in runs:
-        if not _same(w, weight) or (b is not bias and (b is None or bias is None or not _same(b, bias))):
-            return None  # the weight depends on the input
-    for cls in (base, SameConv2d) if base is nn.Conv2d else (base,):
-        new = _plain(module, cls, weight, bias)
-        if all(_same(new.forward(x), y) for x, y, _ in runs):
-            return new
+        runs = [_watched(module, x) for x in _probes(module)]
+        if any(len(seen) != 1 for _, _, seen in runs):
+            return None
+        weight, bias = runs[0][2][0]
+        for _, _, ((w, b),) in runs:
+            if not _same(w, weight) or (b is not bias and (b is None or bias is None or not _same(b, bias))):
+                return None  # the weight depends on the input
+        base = _base(module)
+        for cls in (base, SameConv2d) if base is nn.Conv2d else (base,):
+            new = _plain(module, cls, weight, bias)
+            if all(_same(new.forward(x), y) for x, y, _ in runs):
+                return new
     return None
 
 

@@ -252,11 +252,8 @@ class Trial:
         return outcome if isinstance(outcome, Failure) and not self._adopt(found, only) else None
 
     def _tensors(self, name: str, path: str = "") -> list[str]:
-        return [
-            tensor
-            for tensor, layout in self.structure.tensors.items()
-            if _within(tensor, path) and any(name in names_in(extent) for extent in layout.axes.values())
-        ]
+        inside = ((tensor, layout.axes) for tensor, layout in self.structure.tensors.items() if _within(tensor, path))
+        return [tensor for tensor, axes in inside if any(name in names_in(extent) for extent in axes.values())]
 
     # The forward runs, but differs from masking -------------------------------------------------------------------
     def _correct_difference(self, kept: Kept, error: float) -> None:

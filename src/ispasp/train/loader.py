@@ -48,7 +48,8 @@ class StepLoader:
         self.steps_per_epoch = -(-self.batches // accumulate)
         self._loader, self._accumulate, self._shared = loader, accumulate, shared
         self._seed, self._rank = seed, rank
-        self._generators = _generators_of(loader)
+        found = [getattr(holder, "generator", None) for holder in _holders(loader, ("", *_SAMPLERS))]
+        self._generators = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
         self._epoch_start = self._states()
         self._groups: Iterator[Group] = iter(())
         self._next = -1  # the step whose group comes next
@@ -118,12 +119,6 @@ class StepLoader:
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state().clone() for generator in self._generators]
-
-
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a DataLoader, its sampler and its batch sampler were given."""
-    found = [getattr(holder, "generator", None) for holder in _holders(loader, ("", *_SAMPLERS))]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def _holders(loader: Any, paths: Sequence[str]) -> list[Any]:

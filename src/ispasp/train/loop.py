@@ -216,12 +216,8 @@ class _Loop:
         if self.store is None:
             return
         if self.accelerator.is_main_process:
-            scaler = self.accelerator.scaler
-            about = {
-                "step": step,
-                "scaler": {} if scaler is None else scaler.state_dict(),
-                "scores": list(self.scores.items()),
-            }
+            scaler = {} if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
+            about = {"step": step, "scaler": scaler, "scores": list(self.scores.items())}
             parts = {
                 "model": model_tensors(self.model),
                 "optimizer": optimizer_tensors(self.optimizer),

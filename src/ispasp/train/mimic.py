@@ -65,11 +65,8 @@ class Pair:
         found = _run(self.student, student, batch, trained)
         masks, k = padding_masks(batch), self.features
         features = [_relative(y, t, masks) for y, t in zip(found[:k], expected[:k], strict=True)]
-        outputs = [
-            measure(y, t, masks)
-            for y, t, measures in zip(found[k:], expected[k:], self.measures, strict=True)
-            for measure in measures
-        ]
+        rows = zip(found[k:], expected[k:], self.measures, strict=True)
+        outputs = [measure(y, t, masks) for y, t, measures in rows for measure in measures]
         output = torch.stack(outputs).sum()
         if not features:
             return Distance(output, torch.zeros_like(output), output)

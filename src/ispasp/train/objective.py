@@ -143,8 +143,12 @@ class Objective:
         """The mean over the examples. The teacher runs under `autocast`, without gradients."""
         teacher = self.teacher
         taught = 0.0 if teacher is None else teacher.weight
-        if self.loss is None and taught < 1:
-            _check_labelled(batch)
+        if self.loss is None and taught < 1 and labels_of(batch) is None:
+            keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            raise InputError(
+                f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with "
+                f"'labels', or {_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
+            )
         inputs = self.input_of(batch)
         output = run(model, inputs)
         task = _scalar(self._task(output, batch)) if taught < 1 else torch.zeros((), device="cpu")
@@ -184,15 +188,6 @@ def distance(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     q = functional.log_softmax(student.float() / temperature, axis)
     p = functional.log_softmax(teacher.float() / temperature, axis)
     return temperature**2 * (p.exp() * (p - q)).sum(axis).mean()
-
-
-def _check_labelled(batch: Batch) -> None:
-    if labels_of(batch) is None:
-        keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-        raise InputError(
-            f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with 'labels', "
-            f"or {_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
-        )
 
 
 def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:

@@ -64,10 +64,8 @@ class Plan(Printed):
         >>> Plan({"fc": (0, 2)}, Structure("Net", {"fc": 3, "head": 4}, {})).rows()
         [{'name': 'fc', 'units': 3, 'kept': 2}, {'name': 'head', 'units': 4, 'kept': 4}]
         """
-        return [
-            {"name": name, "units": units, "kept": len(self.kept.get(name, range(units)))}
-            for name, units in self.structure.units.items()
-        ]
+        units = self.structure.units.items()
+        return [{"name": name, "units": n, "kept": len(self.kept.get(name, range(n)))} for name, n in units]
 
     def _sheet(self) -> Sheet:
         rows = [{**row, "which": _spans(self.kept.get(row["name"]))} for row in self.rows()]
