@@ -57,6 +57,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "glu": (lambda: Net(lambda m, h: F.glu(h), out=6), {"a": 6}),
     "pad": (lambda: Net(lambda m, h: F.pad(h, (1, 2)), out=15), {"a": 12}),
+    "op of two numbers": (
+        lambda: Net(lambda m, h: h.relu() * torch.ops.aten.div(8, 2, rounding_mode="trunc")),
+        {"a": 12},
+    ),
     "running buffer": (lambda: Net(lambda m, h: m.norm(h).relu(), norm=nn.BatchNorm1d(12)), {"a": 12}),
     "group norm": (lambda: Net(lambda m, h: m.norm(h).relu(), norm=nn.GroupNorm(4, 12)), {"a": 4}),
     "zeros to write on": (lambda: Net(lambda m, h: torch.zeros_like(h).copy_(h).relu()), {"a": 12}),

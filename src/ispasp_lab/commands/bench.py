@@ -368,9 +368,17 @@ def bounds(
     ] = None,
     keep: Annotated[float, typer.Option(help="Fraction of units to keep.")] = 0.75,
     images: Annotated[int, typer.Option(help="Test images.", min=1)] = 16,
+    zoo: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead, all networks of plain, torchvision, timm or transformers; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Upper bounds on the change of the output from layer errors, beside the measured change."""
     from ispasp_lab.benchmarks import bounds as experiment
+    from ispasp_lab.benchmarks import bounds_zoo
 
-    _show(experiment, experiment.run(network or (), keep, images), as_json)
+    if zoo:
+        _show(bounds_zoo, list(bounds_zoo.run(zoo, keep)), as_json)
+    else:
+        _show(experiment, experiment.run(network or (), keep, images), as_json)

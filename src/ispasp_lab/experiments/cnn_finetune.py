@@ -2,7 +2,8 @@
 
 Every network is trained for as many epochs: those after each block and those at the end. Soft filter pruning trains
 the dense network for all of them, with a cut after each epoch. `scratch-e` and `scratch-b` (Rethinking) train the
-pruned architecture from new weights, for as many epochs or for as much compute.
+pruned architecture from new weights, for as many epochs or for as much compute. Where we leave Liu et al. (2019): their
+budget is that of training the dense network, which is far larger, so theirs says more about the architecture.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def summary(rows: Sequence[Row], command: str) -> str:
         " the mean over the seeds; range: largest minus smallest. `pruned`: before the training at the end."
         " `auto` is `obs` with compensation towards the dense network. `sfp` is soft filter pruning, which starts at"
         " the dense network: its `pruned` is the dense accuracy. `scratch-e` and `scratch-b` are the same architecture"
-        " trained from new weights, for as many epochs or for as much compute.",
+        " trained from new weights, for as many epochs or as much compute as the others; Liu et al. (2019) give it that"
+        " of training the dense network, which is far more.",
         "",
     ]
     groups = {(row.model, row.settings, row.keep) for row in rows}

@@ -32,7 +32,8 @@ class LeGR:
 
     Where we leave the paper: it trains each candidate for 200 steps and takes the accuracy; here a candidate is
     refitted, and its divergence counts, or `evaluate(network)`. It removes the units that rank last; here the ranking
-    gives widths, and `method` chooses the units (`method="l2"` those of the paper). 400 steps are the paper's.
+    gives widths, and `method` chooses the units (`method="l2"` those of the paper). It learns the transform once for
+    all budgets, at the smallest; here it is learned for the budget asked for. 400 steps are the paper's.
 
     >>> LeGR(steps=10)
     LeGR(steps=10, population=64, drawn=16, part=0.1, seed=0, evaluate=None)

@@ -48,7 +48,7 @@ def broadcast(t: Tracker, node: fx.Node, operands: Sequence[Value]) -> Value:
 def _meet(t: Tracker, node: fx.Node, operands: Sequence[Sequence[Axis]]) -> list[Axis]:
     """Axes aligned from the last one on; those of length 1 give way to the others."""
     found: list[Axis] = []
-    for dim in range(-max(map(len, operands)), 0):
+    for dim in range(-max(map(len, operands), default=0), 0):
         axis: Axis = ((),)
         for other in (axes[dim] for axes in operands if len(axes) >= -dim and length(axes[dim]) != 1):
             axis = other if axis == ((),) else t.unite(node, axis, other)
