@@ -91,8 +91,9 @@ def summary(rows: Sequence[Row], command: str) -> str:
     lines = [
         "# Pruning attention heads",
         "",
-        f"Made by `{command}` (Section 6.4 and Appendix A.4 of the paper). The paper's column is Table 2: mBERT on XNLI"
-        f" (dense {PAPER_DENSE} %), another network on other data, so only the order of methods can be compared.",
+        f"Made by `ispasp reproduce heads` with the data of each section, last by `{command}` (Section 6.4 and"
+        f" Appendix A.4 of the paper). The paper's column is Table 2: mBERT on XNLI (dense {PAPER_DENSE} %), another"
+        " network on other data, so only the order of methods can be compared.",
         "",
         "![accuracy](heads.png)",
         "",
