@@ -26,7 +26,7 @@ from ispasp.graph.analyse import analyse, cost_model
 from ispasp.graph.state import one_at_a_time, plain, unwrapped
 from ispasp.graph.trace import check_model, evaluating, named_tensors, run_and_restore
 from ispasp.report import Column, Printed, Sheet, change, figures, told, track
-from ispasp.report.html import page
+from ispasp.report.html import comparison
 from ispasp.result import Result
 from ispasp.select import Selector, selector
 from ispasp.select import methods as all_methods
@@ -75,7 +75,7 @@ class Versus(Printed):
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page that opens offline. Returns its path."""
-        return write_page(path, page(f"{self.model}, compared", self._sheet().html()))
+        return write_page(path, comparison(json.loads(self.to_json()), self.latency.advice()))
 
     def _sheet(self) -> Sheet:
         c = self.cost

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from ispasp._keep import prunable
 from ispasp._onnx import TALKATIVE, in_order, named_arrays, open_session
 from ispasp._steps import Work
-from ispasp.budget.latency import Latency, LatencyModel, Runtime, Term, fitted, interpolated
+from ispasp.budget.latency import Latency, LatencyModel, Runtime, Term, fitted, interpolated, name_of
 from ispasp.engine.batches import count_examples
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError, failing_as
@@ -134,9 +134,8 @@ def timed_pair(
     with evaluating(dense), evaluating(pruned):
         ready[:] = ready or [job(runtime, dense, batch)]
         runs = _settled([*ready, job(runtime, pruned, batch)], repeats, _WHOLE)
-    name = runtime if isinstance(runtime, str) else getattr(runtime, "__name__", "custom")
     (a, b), (c, d) = (1e3 * statistics.median(each) for each in runs), map(_spread, runs)
-    return LatencyResult(a, b, c, d, count_examples(batch), name, torch.get_num_threads())
+    return LatencyResult(a, b, c, d, count_examples(batch), name_of(runtime), torch.get_num_threads())
 
 
 def job(runtime: Runtime, model: nn.Module, batch: Batch) -> Job:

@@ -71,7 +71,10 @@ def test_all_that_is_compared(models: tuple[nn.Module, nn.Module], tmp_path: Pat
     assert "worst examples" in str(found)
     page = found.report(tmp_path / "compare.html").read_text("utf-8")
     assert page.startswith("<!doctype html>")
-    assert "agreement" in page
+    assert f"{100 * (found.agreement or 0):.1f}&#8239;%</span>" in page
+    assert [f'"name">{n}<' in page for n in found.worst] == [True] * 8
+    assert f">{max(found.worst.values()):.3g}<" in page
+    assert "script-src 'none'" in page
     with pytest.raises(SaveError, match="cannot write the report"):
         found.report(tmp_path / "no" / "such" / "folder.html")
 

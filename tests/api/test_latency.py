@@ -222,7 +222,8 @@ def test_rows_json_printout_and_report(tmp_path: Path) -> None:
     assert told["settings"]["keep"] == "Latency(0.5, batch=1, runtime=seconds)"
     assert "x faster; seconds, 1 example" in " ".join(str(result).split())
     page = result.report(tmp_path / "report.html").read_text("utf-8")
-    assert "Milliseconds of a call" in page
+    timed = f"{result.latency.pruned:.3g}</span><small>±0%</small>"
+    assert re.search(rf"Milliseconds of a call</div>.*?{timed}.*? of {result.latency.dense:.3g} ms ±0%, seconds<", page)
     plain = ispasp.prune(net(), batches(), 0.5, progress=False)
     assert plain.latency is None
     assert json.loads(plain.to_json())["latency"] is None

@@ -24,6 +24,11 @@ _NOISE = 0.05  # a width that is slower than its neighbours by less is not punis
 _SLOWEST = 64.0  # times that a width may be slower than a round one
 
 
+def name_of(runtime: Runtime) -> str:
+    """The name of a runtime, or of the function."""
+    return runtime if isinstance(runtime, str) else getattr(runtime, "__name__", "custom")
+
+
 @dataclass(frozen=True, eq=False)
 class LatencyModel:
     """Seconds of a call by widths: `fixed`, and `factor` times the sum of the terms. `dense` seconds were measured."""
@@ -158,11 +163,7 @@ class Latency(Budget):
     def __str__(self) -> str:
         """As it is typed."""
         how = f"milliseconds={self.milliseconds:g}" if self.milliseconds is not None else f"{self.amount:g}"
-        return f"Latency({how}, batch={self.batch}, runtime={self.runtime_name})"
-
-    @property
-    def runtime_name(self) -> str:
-        return self.runtime if isinstance(self.runtime, str) else getattr(self.runtime, "__name__", "custom")
+        return f"Latency({how}, batch={self.batch}, runtime={name_of(self.runtime)})"
 
     def seconds(self, dense: float) -> float:
         """The limit in seconds, for a dense model that takes so many."""

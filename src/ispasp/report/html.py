@@ -6,7 +6,7 @@ import json
 import math
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
@@ -58,6 +58,36 @@ def html(result: Record, curves: Curves | None = None, tradeoffs: Record | None 
         _certificate(result, layers),
     ]
     return page(title, "\n".join(part for part in parts if part), _file("report.js") if tradeoffs else "")
+
+
+def comparison(told: Record, advice: Sequence[str]) -> str:
+    """One page from `json.loads(versus.to_json())`: totals, features on the way, examples."""
+    title, where = f"{told['model']}, dense and pruned", f"{told['examples']:,} examples"
+    tiles, rate = _costs(told["cost"], told["latency"]), told["agreement"]
+    tiles.insert(0, _tile("Divergence of the outputs", f"{told['divergence']:.3g}", where))
+    if _finite(rate):
+        tiles.insert(0, _tile("Predictions as the dense model's", _percent(rate), where, share=rate))
+    features = "Relative error of what both networks have, after these modules." if told["layers"] else told["note"]
+    parts = [
+        f"<header>{svg.MARK}<h1>{_breakable(title)}</h1></header>",
+        f'<div class="tiles">{"".join(tiles)}</div>',
+        *(f'<p class="advice">{escape(text)}</p>' for text in advice),
+        _bars("On the way", escape(features), told["layers"], _percent),
+        _bars(
+            "Worst examples", "Their numbers, from 0, and how far the outputs diverge.", told["worst"], "{:.3g}".format
+        ),
+    ]
+    return page(title, "\n".join(parts))
+
+
+def _bars(title: str, about: str, errors: Mapping[str, float], text: Callable[[float], str]) -> str:
+    most = max(errors.values(), default=0.0) or 1.0
+    rows = "".join(
+        f'<tr><td class="name">{_breakable(name)}</td><td class="bar">{_meter(error / most, "error")}</td>'
+        f'<td class="r">{text(error)}</td></tr>'
+        for name, error in errors.items()
+    )
+    return f'<section><h2>{title}</h2><p>{about}</p><table class="bars"><tbody>{rows}</tbody></table></section>'
 
 
 def page(title: str, body: str, script: str = "") -> str:
@@ -142,15 +172,22 @@ def _tiles(result: Record) -> str:
         tiles.append(_tile("Predictions as the dense model's", _percent(rate), under, share=rate))
     elif _finite(difference):
         tiles.append(_tile("Outputs differ by", _percent(difference), under))
+    return f'<div class="tiles">{"".join([*tiles, *_costs(cost, result.get("latency"))])}</div>'
+
+
+def _costs(cost: Record, timed: Record | None) -> list[str]:
+    tiles = []
     for label, key in (("Parameters", "params"), ("MACs for one example", "macs")):
         after, before = cost[key], cost[f"dense_{key}"]
         times = f"<small>{before / after:.1f}× fewer</small>" if after and before >= 1.1 * after else ""
         share = after / before if before else 1.0
         tiles.append(_tile(label, _count(after), f"{100 * share:.1f}&#8239;% of {_count(before)}", times, share))
-    if timed := result.get("latency"):
-        under = f"{_percent(timed['pruned'] / timed['dense'])} of {timed['dense']:.3g} ms, "
-        tiles.append(_tile("Milliseconds of a call", f"{timed['pruned']:.3g}", under + escape(timed["runtime"])))
-    return f'<div class="tiles">{"".join(tiles)}</div>'
+    if timed:
+        here, there = (f"±{timed[f'{name}_spread'] / 2:.0%}" for name in ("pruned", "dense"))
+        under = f"{_percent(timed['pruned'] / timed['dense'])} of {timed['dense']:.3g} ms {there}, "
+        under, beside = under + escape(timed["runtime"]), f"<small>{here}</small>"
+        tiles.append(_tile("Milliseconds of a call", f"{timed['pruned']:.3g}", under, beside))
+    return tiles
 
 
 def _tile(label: str, value: str, under: str, beside: str = "", share: float | None = None) -> str:
@@ -169,11 +206,17 @@ def _meter(share: float, label: str) -> str:
 def _widths(rows: Sequence[Record]) -> str:
     if not rows:
         return "<section><h2>Widths</h2><p>No layer lost a unit.</p></section>"
+    most = max(row["units"] for row in rows) or 1
+    bars = []
+    for number, row in enumerate(rows, 1):
+        high, filled = 100 * math.sqrt(row["units"] / most), 100 * row["kept"] / max(row["units"], 1)
+        hint = escape(f"{number}. {row['name']}: {row['kept']} of {row['units']} units stay")
+        bars.append(f'<i style="height:{max(high, 4):.1f}%" title="{hint}"><b style="height:{filled:.1f}%"></b></i>')
     return (
-        '<section class="roomy"><h2>Widths</h2><p>Units of every hidden dimension, from first to last. All names and '
-        "numbers are in the table below.</p>"
+        "<section><h2>Widths</h2><p>Hidden dimensions from first to last, as high as the root of their units. The "
+        "table has names and numbers.</p>"
         f'<div class="legend"><span>{svg.KEPT_KEY}stay</span><span>{svg.GONE_KEY}removed</span></div>'
-        f"{svg.skyline(rows)}</section>"
+        f'<div class="sketch" style="max-width:{64 * len(bars)}px">{"".join(bars)}</div></section>'
     )
 
 

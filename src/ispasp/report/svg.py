@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-_WIDE, _HIGH = 1040, 210  # size of the widths chart
-_LEFT, _BOTTOM, _TOP = 46, 22, 20
-_LETTER, _COUNT = 7, 30  # room for a letter of a name, and for a number of units
 _DUMBBELL = 140  # length in the table
 _FACET = (240, 128)
 
@@ -44,36 +39,6 @@ def dumbbell(before: float | None, after: float | None) -> str:
     if dot is not None:
         parts.append(f'<circle class="kept" cx="{dot:.1f}" cy="9" r="5.5"/>')
     return f'<svg width="{_DUMBBELL}" height="18" aria-hidden="true">{"".join(parts)}</svg>'
-
-
-def skyline(layers: Sequence[Mapping[str, Any]]) -> str:
-    """One column per hidden dimension, from first to last: as high as it was, filled as high as it is."""
-    top = max((layer["units"] for layer in layers), default=1)
-    ground = _HIGH - _BOTTOM
-    scale = (ground - _TOP) / top
-    step = (_WIDE - _LEFT) / max(len(layers), 1)
-    wide = min(step * 0.72, 64.0)
-    every = max(1, math.ceil(len(layers) / 26))
-    named = max((len(str(layer["name"])) for layer in layers), default=0) * _LETTER < step
-    parts = [_gridline(_LEFT, _WIDE, ground - scale * units, f"{units:,}") for units in sorted({top // 2, top})]
-    for i, layer in enumerate(layers):
-        middle = _LEFT + step * (i + 0.5)
-        columns = "".join(
-            f'<rect class="{kind}" x="{middle - wide / 2:.1f}" y="{ground - scale * layer[key]:.1f}" '
-            f'width="{wide:.1f}" height="{scale * layer[key]:.1f}" rx="{min(4.0, wide / 4):.1f}"/>'
-            for kind, key in (("track", "units"), ("kept", "kept"))
-        )
-        hint = escape(f"{i + 1}. {layer['name']}: {layer['kept']} of {layer['units']} units stay")
-        parts.append(f'<g class="column"><title>{hint}</title>{columns}</g>')
-        if step >= _COUNT:
-            parts.append(_label(middle, ground - scale * layer["units"] - 4, layer["kept"], "middle", "said"))
-        if i % every == 0:
-            parts.append(_label(middle, _HIGH - 6, escape(str(layer["name"])) if named else i + 1, "middle"))
-    parts.append(_line("axis", _LEFT, _WIDE, ground, ground))
-    return (
-        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="units before and after, layer by layer" '
-        f'style="width:100%;height:auto;display:block">{"".join(parts)}</svg>'
-    )
 
 
 def curve(kept: Sequence[int], errors: Sequence[float], chosen: int | None) -> str:
