@@ -140,6 +140,29 @@ def test_code_for_layers_of_different_widths(tmp_path: Path) -> None:
         assert torch.equal(body(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
 
 
+def test_a_folder_with_code_opens_as_it_was_saved_or_not_at_all(tmp_path: Path) -> None:
+    """The config holds the dense sizes, so whatever leaves out the code meets tensors of other shapes."""
+    model, _, folder = saved("llama", tmp_path / "one", {"*.0.*": 0.5, "*.1.mlp*": 7})
+    auto, native = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM
+    for cls in (auto, native, transformers.MistralForCausalLM):
+        with pytest.raises(RuntimeError, match="mismatch"):
+            cls.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for keys in (["pruned_widths"], ["auto_map"], ["pruned_widths", "auto_map", "per_layer_config"]):
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in keys}))
+        with pytest.raises((RuntimeError, ValueError)):
+            auto.from_pretrained(folder, trust_remote_code=True)
+    with pytest.warns(UserWarning, match=r"config\.json is not the one"):
+        assert same(ispasp.load(folder), model, {"input_ids": IDS})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_pruned.py").unlink()
+    with pytest.raises(OSError, match="modeling_pruned"):
+        auto.from_pretrained(folder, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "two")  # knows nothing of widths
+    with pytest.raises(RuntimeError, match="mismatch"):
+        native.from_pretrained(tmp_path / "two")
+
+
 @pytest.mark.long
 def test_outputs_that_differ_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then transformers refuses the folder, ispasp.load opens it, and the note says why."""
