@@ -184,7 +184,6 @@ class Problem:
 
 
 def _at(place: Place, changes: Mapping[int, int]) -> Place:
-    """The same place with other choices in some dimensions."""
     return tuple(changes.get(d, k) for d, k in enumerate(place))
 
 

@@ -161,7 +161,6 @@ class Latency(Budget):
             raise MissingExtraError(f"runtime='onnx' needs {missing[0]}: pip install 'ispasp[onnx]'")
 
     def __str__(self) -> str:
-        """As it is typed."""
         how = f"milliseconds={self.milliseconds:g}" if self.milliseconds is not None else f"{self.amount:g}"
         return f"Latency({how}, batch={self.batch}, runtime={name_of(self.runtime)})"
 

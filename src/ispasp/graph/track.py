@@ -259,7 +259,6 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _check_shape(node: fx.Node, value: Any) -> None:
-    """Raise if a rule's axes do not fit the tensor."""
     example = node.meta.get("val")
     for item, ex in zip(value, example or (), strict=True) if isinstance(value, list) else [(value, example)]:
         shape = shape_of(ex)

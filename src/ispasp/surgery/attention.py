@@ -34,8 +34,6 @@ class SlimMultiheadAttention(nn.Module):
     bias_v: Tensor | None
     out_proj: nn.Linear
     embed_dim: int
-    kdim: int
-    vdim: int
     head_dim: int
     dropout: float
     batch_first: bool

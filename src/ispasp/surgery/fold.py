@@ -86,8 +86,7 @@ class Folding:
             old, new = self._replaced[path]
             if held & ({*map(id, old.parameters())} - {*map(id, new.parameters())}):
                 raise InputError(
-                    f"the optimizer trains the parameters that {path!r} computes its weight from, and pruning replaces "
-                    "them by a plain weight: build the optimizer after pruning"
+                    f"the optimizer trains parameters of {path!r} that pruning replaces: build it after pruning"
                 )
 
     def lost(self, path: str) -> int:

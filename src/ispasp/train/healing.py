@@ -69,7 +69,6 @@ class Networks:
     """Student and teacher, and their distance on a batch: at the outputs or at the end of a block."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, accelerator: Any = None) -> None:
-        """Both are on the device of the accelerator already."""
         self.student, self.teacher = student, teacher
         self._device = accelerator.device if accelerator else next(student.parameters()).device
         self._autocast = accelerator.autocast if accelerator else nullcontext

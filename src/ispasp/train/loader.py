@@ -127,7 +127,6 @@ def _holders(loader: Any, paths: Sequence[str]) -> list[Any]:
 
 
 def _examples_in(batch: Batch) -> int:
-    """The length of the first tensor."""
     found = [t for t in tensors_of(dict(batch) if isinstance(batch, Mapping) else batch) if t.ndim]
     if not found:
         raise InputError(f"a batch is a {type(batch).__name__} without tensors: pass batches of tensors")
@@ -184,7 +183,6 @@ class Examples:
 
 # Augmentation ---------------------------------------------------------------------------------------------------
 def _flip(image: Tensor) -> Tensor:
-    """Mirror half of the images."""
     mirrored = (torch.rand(len(image)) < 0.5).to(image.device)
     return torch.where(mirrored[:, None, None, None], image.flip(-1), image)
 

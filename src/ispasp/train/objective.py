@@ -68,7 +68,6 @@ class LabelLoss:
     loss: Callable[[Any, Any], Tensor]
 
     def __call__(self, output: Any, batch: Any) -> Tensor:
-        """The loss of the logits and the labels of the batch."""
         self.check(batch)
         return self.loss(logits_of(output), labels_of(batch))
 

@@ -17,10 +17,9 @@ relu relu_ gelu gelu_ silu silu_ sigmoid sigmoid_ tanh tanh_ elu elu_ selu selu_
 hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu leaky_relu_ relu6 relu6_
 threshold threshold_ log_sigmoid softshrink hardshrink rrelu rrelu_ softsign
 exp exp_ exp2 expm1 log log2 log10 log1p sqrt sqrt_ rsqrt rsqrt_ reciprocal abs abs_ neg neg_ sign sgn square sin cos
-tan
-asin acos atan sinh cosh erf erfc erfinv ceil floor round trunc frac logit bitwise_not logical_not isnan isinf isfinite
-clone contiguous detach detach_ alias dropout dropout_ feature_dropout alpha_dropout lift_fresh_copy lift lift_fresh
-nan_to_num positive real zeros_like ones_like empty_like rand_like randn_like full_like zero_ bernoulli
+tan asin acos atan sinh cosh erf erfc erfinv ceil floor round trunc frac logit bitwise_not logical_not isnan isinf
+isfinite clone contiguous detach detach_ alias dropout dropout_ feature_dropout alpha_dropout lift_fresh_copy lift
+lift_fresh nan_to_num positive real zeros_like ones_like empty_like rand_like randn_like full_like zero_ bernoulli
 _to_copy clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ native_dropout _conj resolve_conj resolve_neg
 to.dtype to.device to.dtype_layout pow.Tensor_Scalar pow_.Scalar pow.Scalar
 add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar
