@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-DRIVER, CHROMIUM = shutil.which("chromedriver"), shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
