@@ -37,7 +37,7 @@ from ispasp.engine.batches import InputOf, Limit, signature
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.task import Loss
 from ispasp.engine.team import SAME_OPTIONS, Team, alike, graphs_alike, team, weights_alike
-from ispasp.errors import InputError, SurgeryError, TraceError
+from ispasp.errors import InputError, NothingToPruneError, SurgeryError, TraceError
 from ispasp.graph.ops import op_of
 from ispasp.graph.state import copied, one_at_a_time, plain
 from ispasp.graph.trace import check_model, evaluating, named_tensors
@@ -278,6 +278,10 @@ def _surveyed_on(example: Any, model: nn.Module, inputs: Inputs, options: Option
 def _check_keep(work: Work) -> None:
     """Check, before calibration, that this model can be pruned to `keep`."""
     o, survey = work.options, work.survey
+    if work.units.keys() <= work.unread.keys():
+        raise NothingToPruneError(
+            "nothing can be pruned: " + "; ".join(f"{n}: {why}" for n, why in work.unread.items())
+        )
     if isinstance(o.keep, Latency):
         return  # takes measuring
     if isinstance(o.keep, Budget):
@@ -310,7 +314,7 @@ def _unread(work: Work) -> dict[str, str]:
     for site in work.sites:
         node = site.contraction.node
         op = op_of(node)
-        if op is None or not op.total:
+        if op is None or not op.total or node.meta["val"].is_complex():
             runner.advance(runner.graph.contractions[site.number])
             if not site.forms(runner.arguments(site.number)):
                 why = f"{site.path} reads it by {node.target} in a way calibration cannot follow"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,40 @@ def test_under_autocast() -> None:
     assert len(kept) == 8
     expected = model[:2](x)[:, kept] @ model[2].weight[:, kept].T + model[2].bias
     assert_close(result.model(x), expected)  # in float32 again
+
+
+class Blocks(nn.Module):
+    """Layers inside `with` blocks, one of them inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(n, m) for n, m in ((4, 16), (16, 12), (12, 8), (8, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.a(x).relu()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.b(x).relu()
+            with torch.autocast("cpu", enabled=False):
+                x = self.c(x.float()).relu()
+            return self.d(x)
+
+
+@pytest.mark.parametrize("method", ["l1", "obs"])
+def test_layers_under_autocast_and_no_grad(method: str) -> None:
+    model, x = Blocks().eval(), torch.rand(64, 4)
+    options: dict[str, Any] = {"method": method, "progress": False}
+    result = ispasp.prune(model, [x], {"a": 8, "b": 6, "c": 4}, compensate=None, **options)
+    assert [row.name for row in result.layers] == ["a", "b", "c"]
+    with torch.no_grad():
+        for reader, name in (("b", "a"), ("c", "b"), ("d", "c")):
+            gone = [n for n in range(model.get_submodule(name).out_features) if n not in result.plan.kept[name]]
+            model.get_submodule(reader).weight[:, gone] = 0
+    assert_close(result.model(x), model(x), rtol=0.02, atol=0.02)
+    assert result.model(x).dtype == torch.bfloat16
+    healed = ispasp.prune(Blocks().eval(), [x], 0.5, heal=ispasp.Heal(steps=5), **options).healed
+    assert healed is not None and healed.after <= healed.before
 
 
 def test_channels_last_stays() -> None:

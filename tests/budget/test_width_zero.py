@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import ispasp
 from ispasp.budget import Curve, allocate
@@ -42,6 +43,14 @@ class Mobile(nn.Module):
         x = x + self.project(torch.relu(self.norm2(self.depth(torch.relu(self.norm1(self.expand(x)))))))
         x = x + self.down(nn.functional.max_pool2d(torch.relu(self.up(x)), 3, 1, 1))
         return self.fc(x.mean((2, 3)))
+
+
+class NormedMLP(ResidualMLP):
+    """torch ends the process where it computes the weight norm of a layer without outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.up[0])
 
 
 class TorchAttention(nn.Module):
@@ -117,6 +126,7 @@ def test_layers_of_width_zero_can_be_copied_saved_whole_and_pruned_again(tmp_pat
     [
         (lambda: mlp(5, 9, 3), ROWS, {"0": 0}, "'0' cannot go entirely: without it the output .* would not depend"),
         (Mobile, IMAGES, {"up": 0}, "'up' cannot go entirely: Expected 3D or 4D"),
+        (NormedMLP, ROWS, {"up.0": 0}, "'up.0' cannot go entirely: torch cannot compute"),
         (ResidualMLP, ROWS, {"*": 0}, "keep=0 would leave every hidden dimension without units"),
     ],
 )
@@ -166,6 +176,12 @@ def test_a_budget_out_of_reach_says_so_in_one_sentence() -> None:
         ispasp.prune(dense, [IMAGES], ispasp.Macs(limit // 40), least=0, progress=False)
     with pytest.raises(InputError, match="least=-1: pass a number of units"):
         ispasp.prune(dense, [IMAGES], ispasp.Macs(0.5), least=-1)
+
+
+def test_a_budget_leaves_a_unit_in_a_weight_norm() -> None:
+    result = ispasp.prune(alive(NormedMLP()), [ROWS], ispasp.Params(0.3), least=0, progress=False)
+    assert result.plan.kept["up.0"]
+    assert result.cost.params <= 0.3 * result.cost.dense_params
 
 
 def test_curves_may_begin_at_no_units() -> None:

@@ -113,3 +113,12 @@ def test_plans_that_cut_a_weight_norm_apart(gone: str) -> None:
     data["weight_norms"] = []
     model = copy.deepcopy(dense)
     refused(lambda: ispasp.apply_(model, ispasp.Plan.from_json(json.dumps(data))), PlanError, "weight norm", model)
+
+
+def test_plans_that_empty_a_weight_norm() -> None:
+    """torch ends the process where it computes the norm of no rows."""
+    dense, _, plan = saved_files(Attend)
+    data = json.loads(plan.to_json())
+    data["dimensions"]["fc1"]["kept"] = []
+    model = copy.deepcopy(dense)
+    refused(lambda: ispasp.apply_(model, ispasp.Plan.from_json(json.dumps(data))), PlanError, "weight norm", model)

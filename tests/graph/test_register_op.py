@@ -48,6 +48,16 @@ class Product(nn.Module):
         return product(x, self.W, self.b)
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6, dtype=torch.complex64), nn.Linear(6, 4, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x.to(torch.complex64)))
+        return out.abs()
+
+
 class Share(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -160,6 +170,17 @@ def test_a_linear_op_without_its_contraction_is_not_calibrated() -> None:
     assert isinstance(contraction, Op)
     with registered(product, rule):
         assert [d.units for d in ispasp.survey(product_network(), X).dimensions] == [8]
-        result = ispasp.prune(product_network(), [X], 0.5, progress=False)
-    assert not result.layers
-    assert any("by ispasp_tests.product.default in a way calibration cannot follow" in f.reason for f in result.frozen)
+        for keep in (0.5, ispasp.Params(0.5)):
+            with pytest.raises(
+                NothingToPruneError, match=r"by ispasp_tests.product.default in a way calibration cannot"
+            ):
+                ispasp.prune(product_network(), [X], keep, progress=False)
+
+
+def test_layers_of_complex_numbers_stay_whole() -> None:
+    model = network(Complex, lambda: nn.Linear(4, 9), nn.ReLU, lambda: nn.Linear(9, 2))
+    result = ispasp.prune(model, [X], 0.5, progress=False)
+    assert [row.name for row in result.layers] == ["0.b", "1"]
+    assert any(
+        "0.b reads it by aten.linear.default in a way calibration cannot follow" in f.reason for f in result.frozen
+    )

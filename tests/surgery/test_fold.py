@@ -234,6 +234,13 @@ def test_a_refit_of_all_layers_folds_what_it_rewrites(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(IMAGES), result.model.eval()(IMAGES))
 
 
+def test_a_layer_that_could_fold_may_stay_whole(tmp_path: Path) -> None:
+    result = ispasp.prune(convolutional(), [IMAGES], keep={"2": 4}, compensate=None, progress=False)
+    assert result.plan.structure.folded == ("2",)
+    ispasp.save(result, tmp_path)
+    assert torch.equal(ispasp.load(tmp_path, convolutional()).eval()(IMAGES), result.model.eval()(IMAGES))
+
+
 def test_structure_names_only_layers_that_fold() -> None:
     structure = ispasp.survey(convolutional(), IMAGES).structure
     assert structure.folding(["2"]).folded == ("2",)

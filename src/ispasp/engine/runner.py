@@ -20,7 +20,7 @@ from ispasp.engine.batches import padding_masks
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, Values
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.ops import Arguments, Operand, along, call, named_arguments, op_of
-from ispasp.graph.trace import Batch, mutates
+from ispasp.graph.trace import Batch, call_op, mutates
 
 T = TypeVar("T")
 _ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
@@ -305,7 +305,7 @@ def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> An
     if node.op == "output":
         return args[0]
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return call_op(node, args, kwargs)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from ispasp.graph.trace import Source
+from ispasp.graph.trace import Source, call_op
 from ispasp.types import Consumer, ConvConsumer, LinearConsumer
 from ispasp.types.consumer import Geometry
 
@@ -254,7 +254,7 @@ def call(node: fx.Node, given: Arguments) -> Any:
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     args = [given[a.name] for a in arguments if not a.kwarg_only]
     kwargs = {a.name: given[a.name] for a in arguments if a.kwarg_only}
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return call_op(node, args, kwargs)
 
 
 def forms(node: fx.Node, given: Arguments, data: Operand) -> Sequence[Form]:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ispasp.errors import InputError, TraceError
 from ispasp.graph.state import Place, left_out, one_at_a_time, quiet, seeded, state_kept, uninterrupted, users_hooks
 
 _MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # their schemas do not say so
+_BLOCKS = (torch.ops.higher_order.wrap_with_autocast, torch.ops.higher_order.wrap_with_set_grad_enabled)
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
 
@@ -168,6 +169,7 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
             except Exception as first:
                 program = _export_by_example(model, args, kwargs, first)
             program = _without_vmap(program)
+            _inline(program.graph_module)
     sources = {}
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind.name)
@@ -222,6 +224,37 @@ def _without_vmap(program: Any) -> Any:
     specs = program.graph_signature.output_specs
     output.args = (tuple(a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"),)
     return program
+
+
+def _inline(module: fx.GraphModule) -> None:
+    """Put the ops of `with torch.autocast(...)` and `with torch.no_grad()` blocks among the others; see `call_op`."""
+    for node in list(module.graph.nodes):
+        if node.target not in _BLOCKS:
+            continue
+        at, block = next((k, arg) for k, arg in enumerate(node.args) if getattr(arg, "op", "") == "get_attr")
+        inner = getattr(module, str(block.target))
+        _inline(inner)
+        if inner.graph.find_nodes(op="get_attr"):  # other higher-order ops
+            continue
+        copied = dict(zip(inner.graph.find_nodes(op="placeholder"), node.args[at + 1 :], strict=True))
+        with module.graph.inserting_before(node):
+            outputs: Any = module.graph.graph_copy(inner.graph, copied)
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            for each in (each for each in inner.graph.nodes if each.op == "call_function"):
+                copied[each].meta["autocast"] = (node.args[:at], *each.meta.get("autocast", ()))
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        module.graph.erase_node(block)
+
+
+def call_op(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Call a node's op, under the autocast it was traced in."""
+    with ExitStack() as stack:
+        for settings in node.meta.get("autocast", ()):
+            stack.enter_context(torch.autocast(*settings))
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 class _DependsOnDataError(Exception):

@@ -20,7 +20,6 @@ RULES: dict[Any, Rule] = {}
 
 _CHECKS = ("_assert_", "sym_constrain_range")  # ops that only check their arguments
 _CONSTANT = "belongs to a constant in the forward"
-_INLINED = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 
 
 def rule(ops: str) -> Callable[[Rule], Rule]:
@@ -135,24 +134,18 @@ class Tracker:
         self.tables: list[Value] = []  # weights of embeddings
         self.weight_norms: list[tuple[str, str, int]] = []  # v, g, dim
         self.unread = _unread(trace.graph)
-        self._depth = 0
-        inputs: list[Any] = []
-        for node in trace.graph.find_nodes(op="placeholder"):
-            source = trace.sources[node.name]
-            known = tensors.get(source.name) if source.kind in ("parameter", "buffer") else None
-            what = "is an axis of the model input" if source.kind == "input" else _CONSTANT
-            inputs.append(known or fresh(node, Reason(what, node.name)))
-        freeze_all(self._walk(trace.module, inputs), Reason("reaches the model output"))
-
-    def _walk(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Give every node of a graph its value; returns those of its outputs."""
-        self.values.update(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in module.graph.nodes:
-            if node.op == "call_function":
-                self.values[node] = self._call(module, node)
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                source = trace.sources[node.name]
+                known = tensors.get(source.name) if source.kind in ("parameter", "buffer") else None
+                what = "is an axis of the model input" if source.kind == "input" else _CONSTANT
+                self.values[node] = known or fresh(node, Reason(what, node.name))
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
             elif node.op == "get_attr":
                 self.values[node] = fresh(node, Reason(_CONSTANT, node.name))
-        return [self._value(argument) for argument in _leaves(module.graph.output_node().args[0])]
+            else:
+                freeze_all(self._value(_leaves(node.args[0])), Reason("reaches the model output"))
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -161,13 +154,11 @@ class Tracker:
             return [self._value(item) for item in argument]
         return argument
 
-    def _call(self, module: fx.GraphModule, node: fx.Node) -> Any:
+    def _call(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
             container = self._value(node.args[0])
             return container[node.args[1]] if isinstance(container, list) else None  # type: ignore[index]
         name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-        if name in _INLINED:
-            return self._inline(module, node)
         makes_tensors = any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(node.meta.get("val")))
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)  # a custom op may do just that
         if name.startswith(_CHECKS) or not (makes_tensors or writes):
@@ -182,15 +173,6 @@ class Tracker:
         value = known(self, node, **given)
         _check_shape(node, value)
         return value
-
-    def _inline(self, module: fx.GraphModule, node: fx.Node) -> Any:
-        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        inner = getattr(module, str(node.args[at].target))  # type: ignore[union-attr]
-        self._depth += 1
-        try:
-            return self._walk(inner, [self._value(argument) for argument in node.args[at + 1 :]])
-        finally:
-            self._depth -= 1
 
     # What rules use ---------------------------------------------------------------------------------------------
     def unite(self, node: fx.Node, x: Axis, y: Axis) -> Axis:
@@ -228,9 +210,6 @@ class Tracker:
         made: Sequence[Axis],
     ) -> None:
         """Record that a parameter reads these dimensions of the activations, an argument of the op."""
-        if self._depth:  # masks are put on the outer graph only
-            for axis in contracted:
-                freeze(axis, Reason("is read inside a higher-order op", node.name))
         (operand, dims), axes = data, (tuple(contracted), tuple(made))
         self.contractions.append(Contraction(node, kind, operand, tuple(dims), *axes, parameter.parameters))
 

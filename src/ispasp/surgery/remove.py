@@ -245,7 +245,7 @@ def _rescaled(name: str, g: Tensor, scale: Tensor) -> Tensor:
 
 
 def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
-    """Check that g and v still fit: torch multiplies them without checking shapes, even beyond their memory."""
+    """Check that g and v fit and have rows: torch reads beyond their memory otherwise, or ends the process."""
     for name in touched:
         module, leaf = _holder(model, name)
         for ends in (("original0", "original1"), ("_g", "_v")):
@@ -254,7 +254,7 @@ def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
             if stem == leaf or not all(isinstance(tensor, Tensor) for tensor in pair):
                 continue
             g, v = (tuple(tensor.shape) for tensor in pair)  # type: ignore[union-attr]
-            if g and (len(g) != len(v) or any(a not in (1, b) for a, b in zip(g, v, strict=True))):
+            if 0 in g or (g and (len(g) != len(v) or any(a not in (1, b) for a, b in zip(g, v, strict=True)))):
                 raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: make a new plan")
 
 

@@ -146,8 +146,12 @@ class Trial:
     def run_without(self, names: Sequence[str]) -> None:
         """Try to remove these dimensions entirely; those that must keep a unit are refused."""
         kept: Kept = {}
+        tensors = self.structure.tensors
+        normed = {name for w in self.structure.weight_norms for name in names_in(tensors[w.v].axes.get(w.dim, ()))}
         for name in names:
-            if reaches_output(self.analysis, {**kept, name: ()}):
+            if name in normed:
+                self.refused[name] = "torch cannot compute the weight norm of a layer without units"
+            elif reaches_output(self.analysis, {**kept, name: ()}):
                 kept = {**kept, name: ()}
             else:
                 self.refused[name] = "without it the output of the model would not depend on its input"

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ispasp.engine.batches import padding_masks, real_rows
 from ispasp.errors import InputError
-from ispasp.graph.trace import Batch, Trace, call_arguments, mutates, trace
+from ispasp.graph.trace import Batch, Trace, call_arguments, call_op, mutates, trace
 
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add_.Tensor)
@@ -147,8 +147,18 @@ def _run(traced: Trace, model: nn.Module, batch: Batch, trained: Collection[str]
     inputs = iter(pytree.tree_leaves(pytree.tree_map_only(Tensor, torch.clone, call_arguments(batch))))
     sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
     given = (next(inputs) if source.kind == "input" else tensors[source.name] for source in sources)
-    found: tuple[Tensor, ...] = traced.module.forward(*given)
-    return found
+    under_autocast = any("autocast" in node.meta for node in traced.graph.nodes)
+    run: Callable[..., tuple[Tensor, ...]] = (
+        _Interpreter(traced.module).run if under_autocast else traced.module.forward
+    )
+    return run(*given)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs each op under the autocast it was traced in; the graph's own code knows nothing of it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        return super().run_node(n) if n.op != "call_function" else call_op(n, *self.fetch_args_kwargs_from_env(n))
 
 
 def _blocks(traced: Trace, features: list[fx.Node]) -> tuple[frozenset[str], ...]:
