@@ -51,6 +51,7 @@ class NormedMLP(ResidualMLP):
     def __init__(self) -> None:
         super().__init__()
         weight_norm(self.up[0])
+        weight_norm(self.head)  # has no units
 
 
 class TorchAttention(nn.Module):

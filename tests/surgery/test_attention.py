@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 from torch.testing import assert_close
 
+import ispasp
 from ispasp.errors import InputError
 from ispasp.surgery.attention import SlimMultiheadAttention, slim
 
@@ -350,6 +351,43 @@ def test_decoder_layer_and_transformer(train: bool, batch_first: bool) -> None:
         small, dense = pair(model.train(train), kept=[1, 2])
         with torch.set_grad_enabled(grad):
             assert_close(small(x, y, **options), dense(x, y, **options), atol=1e-10, rtol=1e-10)
+
+
+class Padded(nn.Module):
+    """A classifier of tokens; zeros are padding, which every head is told to skip."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(30, 8)
+        layer = nn.TransformerEncoderLayer(8, 4, 12, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(self.embed(ids), src_key_padding_mask=ids.eq(0)))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_padding_mask_leaves_heads_free(nested: bool) -> None:
+    model = Padded(nested).eval()
+    ids = torch.randint(1, 30, (6, 7), generator=torch.Generator().manual_seed(0))
+    ids[::2, 4:] = 0
+    plan = ispasp.prune(model, [ids], 0.5, compensate=None, progress=False).plan
+    names = [f"encoder.layers.{n}.{part}" for n in range(2) for part in ("self_attn", "linear1")]
+    assert {name: len(kept) for name, kept in plan.kept.items()} == dict(zip(names, (2, 6, 2, 6), strict=True))
+    small = ispasp.apply_(copy.deepcopy(model), plan, ids)
+    for name in names:
+        attention = name.endswith("self_attn")
+        reader = model.get_submodule(f"{name}.out_proj" if attention else name.replace("linear1", "linear2"))
+        units = 4 if attention else 12
+        gone = [n for n in range(units) if n not in plan.kept[name]]
+        reader.weight.data.view(8, units, -1)[:, gone] = 0
+    for grad in (True, False):  # torch takes its fast path without gradients
+        with torch.set_grad_enabled(grad):
+            assert_close(small(ids)[ids != 0], model(ids)[ids != 0])
 
 
 @pytest.mark.parametrize("kept", [[0, 2], [1], [0, 1, 3], [0, 1, 2, 3]], ids=len)

@@ -168,10 +168,10 @@ def test_tied_weights_do_not_come_apart() -> None:
 def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
     model = convolutional()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ispasp.errors.InputError, match="build the optimizer after pruning"):
+    with pytest.raises(ispasp.errors.InputError, match="build it after pruning"):
         ispasp.prune_(model, [IMAGES], keep=0.5, optimizer=optimizer, progress=False)
     plan = ispasp.survey(model, IMAGES).plan(0.5)
-    with pytest.raises(ispasp.errors.InputError, match="build the optimizer after pruning"):
+    with pytest.raises(ispasp.errors.InputError, match="build it after pruning"):
         ispasp.apply_(model, plan, optimizer=optimizer)
     assert isinstance(model[0], StdConv2d)
     head = torch.optim.SGD(model[6].parameters(), lr=0.1)

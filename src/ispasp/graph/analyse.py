@@ -194,13 +194,18 @@ def _choose_factors(walks: Sequence[Tracker], tensors: Mapping[str, Value]) -> N
     axes += [axis for walk in walks for c in walk.contractions for axis in (*c.contracted, *c.made)]
     for axis in axes:
         resolve(axis)  # may freeze concatenations inside products
+    held = {atom for value in tensors.values() for axis in value.axes for atom in atoms_of(axis)}
     for axis in axes:
         for segment in resolve(axis):
             live = [atom for atom in segment if atom.frozen is None and atom.size != UNKNOWN]
-            best = max(live, key=lambda atom: (atom.head, 0 if atom.head else atom.size), default=None)
+            best = max(live, key=lambda atom: (atom in held, *_rank(atom)), default=None)
             for atom in live:
                 if atom is not best:
                     freeze_atom(atom, Reason("another factor of the same axis counts the units"))
+
+
+def _rank(atom: Atom) -> tuple[bool, int]:
+    return atom.head, 0 if atom.head else atom.size
 
 
 def owner(parameter: str) -> str:
@@ -252,10 +257,11 @@ def _name(producer: str, kind: str, makers: list[Contraction]) -> str:
 def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> list[tuple[str, Reason]]:
     rows: dict[tuple[str, str], Reason] = {}
     for contraction in tracker.contractions:
-        reasons = [atom.frozen for axis in contraction.made for atom in atoms_of(axis)]
-        if reasons and reasons[0] is not None and None not in reasons:
+        atoms = [atom for axis in contraction.made for atom in atoms_of(axis)]
+        reason = max(atoms, key=_rank).frozen if atoms and all(atom.frozen for atom in atoms) else None
+        if reason is not None:
             for path in paths_of(contraction):
-                rows.setdefault((path, reasons[0].text), reasons[0])
+                rows.setdefault((path, reason.text), reason)
     for name, value in tensors.items():  # layers that only an op without a rule reads, such as an LSTM's
         for atom in (atom for axis in value.axes for atom in atoms_of(axis)):
             if atom.frozen is not None and atom.frozen.text.startswith("no rule"):

@@ -67,13 +67,14 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Switch to eval (or training) mode, without gradients and key/value cache; restore every module's mode.
 
     Random generators that modules hold are restored as well. Autocast caches no converted weights, because surgery
-    changes parameters in place.
+    changes parameters in place. torch's fast path for attention is off: it gives other values for padding tokens.
     """
     modes = {path: (module, module.training) for path, module in model.named_modules()}
     held = [v for module, _ in modes.values() for v in vars(module).values() if isinstance(v, torch.Generator)]
     states = [(generator, generator.get_state()) for generator in held]  # graphs draw from them, too
-    cached = torch.is_autocast_cache_enabled()
+    cached, fast = torch.is_autocast_cache_enabled(), torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
         with torch.no_grad(), _without_cache(model):
@@ -81,6 +82,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes.values():
             module.training = mode
         for path, module in model.named_modules():

@@ -146,8 +146,8 @@ class Trial:
     def run_without(self, names: Sequence[str]) -> None:
         """Try to remove these dimensions entirely; those that must keep a unit are refused."""
         kept: Kept = {}
-        tensors = self.structure.tensors
-        normed = {name for w in self.structure.weight_norms for name in names_in(tensors[w.v].axes.get(w.dim, ()))}
+        layouts = ((self.structure.tensors.get(norm.v), norm.dim) for norm in self.structure.weight_norms)
+        normed = {name for layout, dim in layouts if layout for name in names_in(layout.axes.get(dim, ()))}
         for name in names:
             if name in normed:
                 self.refused[name] = "torch cannot compute the weight norm of a layer without units"

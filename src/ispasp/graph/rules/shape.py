@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ispasp.graph.atoms import UNKNOWN, Axis, Reason, cut, flatten, freeze, length, split
+from ispasp.graph.atoms import UNKNOWN, Axis, Reason, cut, flatten, freeze, is_frozen, length, new_axis, split
 from ispasp.graph.track import Tracker, Value, common_parameters, fresh, rule
 
 _CUT_BY_DATA = "is cut at a place that depends on the data"
@@ -84,9 +84,11 @@ def _padded(x: Value, rank: int) -> list[Axis]:
 
 @rule("expand expand_as broadcast_to")
 def _expand(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+    """Copies of a position. Any may go where nothing else of the tensor can, as in a mask for all heads."""
     shape = t.shape(node)
+    reason = None if all(map(is_frozen, x.axes)) else Reason("is made by expand", node.name)
     pairs = zip(_padded(x, len(shape)), shape, strict=True)
-    return x.with_axes(axis if length(axis) == n else t.new(node, n, "is made by expand") for axis, n in pairs)
+    return x.with_axes(axis if length(axis) == n else new_axis(n, reason) for axis, n in pairs)
 
 
 @rule("repeat.default tile.default")
