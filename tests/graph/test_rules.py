@@ -34,11 +34,32 @@ def conv2(m: nn.Module, x: Tensor) -> Tensor:
     return F.fold(F.unfold(x[..., None, None].expand(-1, -1, 3, 3), 3), 3, 3).mean([2, 3])
 
 
+ROWS = torch.tensor([0, 1, 1, 0])
 NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "tensordot": (
         lambda: Net(lambda m, h: torch.tensordot(h.relu(), m.w, 1), w=nn.Parameter(torch.randn(12, 12))),
         {"a": 12, "w": 12},
     ),
+    "einsum with dots": (
+        lambda: Net(
+            lambda m, h: torch.einsum("... i, oi -> ... o", h.relu(), m.w), w=nn.Parameter(torch.randn(12, 12))
+        ),
+        {"a": 12, "w": 12},
+    ),
+    "einsum without a right side": (
+        lambda: Net(lambda m, h: torch.einsum("i...,ij", h.relu().T, m.w), w=nn.Parameter(torch.randn(12, 12))),
+        {"a": 12, "w": 12},
+    ),
+    "index_add": (lambda: Net(lambda m, h: h.new_zeros(2, h.shape[1]).index_add_(0, ROWS, h.relu())), {"a": 12}),
+    "scatter_add": (
+        lambda: Net(lambda m, h: h.new_zeros(2, h.shape[1]).scatter_add(0, ROWS[:, None].expand_as(h), h.relu())),
+        {"a": 12},
+    ),
+    "scatter_reduce": (
+        lambda: Net(lambda m, h: torch.scatter_reduce(h[:2], 0, ROWS[:, None].expand_as(h), h, "amax")),
+        {"a": 12},
+    ),
+    "transposed": (lambda: Net(lambda m, h: h.T[None].mT.swapaxes(0, 1).transpose(0, 2).permute(2, 1, 0)), {"a": 12}),
     "bilinear": (
         lambda: Net(lambda m, h: m.two(h.relu(), m.c(h).relu()), out=4, c=nn.Linear(12, 6), two=nn.Bilinear(12, 6, 4)),
         {"a": 12, "c": 6, "two": 4},
@@ -95,6 +116,7 @@ FROZEN: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         lambda m, h: F.batch_norm(h[:, None], None, None, training=True)[:, 0],
         "batch statistics average over this axis",
     ),
+    "summed by position": (lambda m, h: h.index_add(1, torch.arange(12), h), "is indexed by position"),
     "by position": (lambda m, h: h[:, torch.arange(11, -1, -1)], "is indexed by position"),
     "every second": (lambda m, h: h[:, ::2].repeat_interleave(2, 1), "is sampled by position"),
     "a vector of its own": (lambda m, h: h * torch.arange(12.0, dtype=h.dtype), "has a size written in the forward"),

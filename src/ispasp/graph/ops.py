@@ -181,9 +181,9 @@ def _grouped(W: Tensor, rows: Callable[[Tensor], Tensor]) -> Form:
 @contraction("einsum.default")
 def _einsum(a: Arguments, data: Operand) -> Sequence[Form]:
     tensors, at = a["tensors"], data.index
-    if at is None or len(tensors) != 2 or "." in a["equation"] or "->" not in a["equation"]:
+    if at is None or len(tensors) != 2:
         return []
-    left, out = a["equation"].replace(" ", "").split("->")
+    left, out = a["equation"].split("->")
     terms = left.split(",")
     return _labelled(terms[at], terms[1 - at], out, tensors[at], tensors[1 - at])
 

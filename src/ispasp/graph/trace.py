@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any, Literal
 
 import torch
@@ -172,6 +173,7 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
                 program = _export_by_example(model, args, kwargs, first)
             program = _without_vmap(program)
             _inline(program.graph_module)
+            _spell_out(program.graph)
     sources = {}
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind.name)
@@ -249,6 +251,24 @@ def _inline(module: fx.GraphModule) -> None:
             module.graph.erase_node(user)
         module.graph.erase_node(node)
         module.graph.erase_node(block)
+
+
+def _spell_out(graph: fx.Graph) -> None:
+    """Write the equations of einsum with letters for the dots, and with what is on the right."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.einsum.default):
+        equation, tensors, *path = node.args
+        left, arrow, right = equation.replace(" ", "").partition("->")
+        letters = [letter for letter in ascii_letters if letter not in left]
+        terms = left.split(",")
+        counts = [
+            len(tensor.meta["val"].shape) - len(term.replace("...", ""))
+            for tensor, term in zip(tensors, terms, strict=True)
+        ]
+        dots = "".join(letters[: max(counts)])
+        if not arrow:
+            right = "..." * ("..." in left) + "".join(sorted(c for c in set(left) - set(".,") if left.count(c) == 1))
+        terms = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
+        node.args = (f"{','.join(terms)}->{right.replace('...', dots)}", tensors, *path)
 
 
 def call_op(node: fx.Node, args: Any, kwargs: Any) -> Any:

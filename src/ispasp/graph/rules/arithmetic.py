@@ -9,10 +9,10 @@ from torch import fx
 
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, flatten, freeze, length, live_atoms, mark, new_axis, split
 from ispasp.graph.ops import Operand
-from ispasp.graph.track import Tracker, Value, common_parameters, freeze_all, fresh, listed, rule
+from ispasp.graph.track import Tracker, Value, common_parameters, fresh, listed, rule
 
 # Each position alone ------------------------------------------------------------------------------------------------
-UNARY = """
+EACH = """
 relu relu_ gelu gelu_ silu silu_ sigmoid sigmoid_ tanh tanh_ elu elu_ selu selu_ celu celu_ mish mish_ softplus
 hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu leaky_relu_ relu6 relu6_
 threshold threshold_ log_sigmoid softshrink hardshrink rrelu rrelu_ softsign
@@ -21,21 +21,11 @@ tan asin acos atan sinh cosh erf erfc erfinv ceil floor round trunc frac logit b
 isfinite clone contiguous detach detach_ alias dropout dropout_ feature_dropout alpha_dropout lift_fresh_copy lift
 lift_fresh nan_to_num positive real zeros_like ones_like empty_like rand_like randn_like full_like zero_ bernoulli
 _to_copy clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ native_dropout _conj resolve_conj resolve_neg
-to.dtype to.device to.dtype_layout pow.Tensor_Scalar pow_.Scalar pow.Scalar
-add.Scalar sub.Scalar mul.Scalar div.Scalar add_.Scalar sub_.Scalar mul_.Scalar div_.Scalar rsub.Scalar
-div.Scalar_mode remainder.Scalar fmod.Scalar floor_divide.Scalar bitwise_and.Scalar bitwise_or.Scalar
-eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar masked_fill.Scalar masked_fill_.Scalar fill_.Scalar
-fill_.Tensor fill.Scalar fill.Tensor xor.Scalar __and__.Scalar __or__.Scalar
-"""
-
-BINARY = """
-mul.Tensor mul_.Tensor multiply.Tensor multiply_.Tensor div.Tensor div_.Tensor div.Tensor_mode divide.Tensor
-true_divide.Tensor pow.Tensor_Tensor atan2.default maximum.default minimum.default max.other min.other
-remainder.Tensor fmod.Tensor floor_divide.default eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor
-logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
-__and__.Tensor __or__.Tensor __xor__.Tensor where.self where.ScalarOther where.ScalarSelf where.Scalar
-masked_fill.Tensor masked_fill_.Tensor addcmul.default addcdiv.default lerp.Tensor lerp.Scalar clamp.Tensor
-copy_.default copy.default xlogy.Tensor prelu_kernel.default
+to.dtype to.device to.dtype_layout add.Scalar add_.Scalar sub.Scalar sub_.Scalar rsub.Scalar
+pow pow_ mul mul_ multiply multiply_ div div_ divide divide_ true_divide true_divide_ remainder fmod floor_divide
+eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__
+where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill masked_fill_ fill fill_ copy copy_
+atan2 maximum minimum max.other min.other addcmul addcdiv lerp xlogy prelu_kernel
 """
 
 
@@ -59,7 +49,7 @@ def _tensors(arguments: dict[str, Any]) -> list[Value]:
     return [argument for argument in arguments.values() if isinstance(argument, Value)]
 
 
-@rule(UNARY + BINARY)
+@rule(EACH)
 def elementwise(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
     """The rule of an op that works on each position alone; several tensors are broadcast as in `torch.add`."""
     return listed(node, broadcast(t, node, _tensors(arguments)))
@@ -230,11 +220,6 @@ def _bilinear(t: Tracker, node: fx.Node, input1: Value, input2: Value, weight: V
 @rule("einsum.default")
 def _einsum(t: Tracker, node: fx.Node, equation: str, tensors: list[Value], path: Any = None) -> Any:
     """Letters are axes; those missing on the right are summed over."""
-    equation = equation.replace(" ", "")
-    if "." in equation or "->" not in equation:
-        reason = Reason(f"einsum {equation!r} is not spelled out", node.name)
-        freeze_all(tensors, reason)
-        return fresh(node, reason)
     left, right = equation.split("->")
     terms = left.split(",")
     letters = _letters(t, node, terms, tensors)

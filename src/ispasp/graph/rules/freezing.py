@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ispasp.graph.atoms import Reason, flatten, freeze, length, split
-from ispasp.graph.track import Tracker, Value, freeze_all, fresh, listed, rule
+from ispasp.graph.track import Tracker, Value, common_parameters, freeze_all, fresh, listed, rule
 
 # Reductions ---------------------------------------------------------------------------------------------------------
 _GRN = (
@@ -70,7 +70,7 @@ def _triangle(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
 # Normalisations -----------------------------------------------------------------------------------------------------
 def _each_channel(t: Tracker, node: fx.Node, x: Value, arguments: dict[str, Any]) -> Value:
     axis = x.axes[1]
-    for parameter in (arguments[name] for name in ("weight", "bias", "running_mean", "running_var")):
+    for parameter in map(arguments.get, ("weight", "bias", "running_mean", "running_var")):
         if parameter is not None:
             axis = t.unite(node, axis, parameter.axes[0])
     return x.with_axis(1, axis)
@@ -110,12 +110,8 @@ def _group_norm(
     if num_groups == 1:
         freeze(x.axes[1], why)
     t.counts(weight, "num_groups", groups)
-    axis = flatten([groups, inner])
-    for parameter in (weight, bias):
-        if parameter is not None:
-            axis = t.unite(node, axis, parameter.axes[0])
     t.freeze(node, x, range(2, len(x.axes)), "group_norm normalises over this axis")
-    return x.with_axis(1, axis)
+    return _each_channel(t, node, x.with_axis(1, flatten([groups, inner])), {"weight": weight, "bias": bias})
 
 
 @rule("_weight_norm.default")
@@ -142,10 +138,10 @@ def _resized(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
 
 
 # Indexing -----------------------------------------------------------------------------------------------------------
-@rule("select.int")
-def _select(t: Tracker, node: fx.Node, x: Value, dim: int, index: Any) -> Value:
+@rule("select.int unbind.int")
+def _select(t: Tracker, node: fx.Node, x: Value, dim: int = 0, **_: Any) -> Any:
     t.freeze(node, x, [dim], "is indexed by position")
-    return x.without(dim)
+    return listed(node, x.without(dim))
 
 
 @rule("embedding.default")
@@ -184,18 +180,18 @@ def _index(t: Tracker, node: fx.Node, x: Value, indices: list[Value | None]) -> 
     return x.with_axes([*rest[:at], *made.axes[at : at + new], *rest[at:]])
 
 
-@rule("gather.default")
-def _gather(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value, **_: Any) -> Value:
-    """Positions of one axis, chosen for each position of the others."""
-    dim %= len(x.axes)
+@rule("gather.default index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_")
+def _by_index(t: Tracker, node: fx.Node, x: Value, dim: int, index: Value, **given: Any) -> Value:
+    """Positions of one axis are chosen or summed into, for each position of the others."""
+    others = [value for value in (index, *given.values()) if isinstance(value, Value)]
+    for value in (each for each in others if len(each.axes) == len(x.axes)):
+        for k, (own, other) in enumerate(zip(x.axes, value.axes, strict=True)):
+            if k != dim % len(x.axes) and length(own) == length(other):
+                t.unite(node, own, other)
+            else:
+                freeze_all([Value((own, other))], Reason("is indexed by position", node.name))
     t.freeze(node, x, [dim], "is indexed by position")
-    t.freeze(node, index, [dim], "is indexed by position")
-    for k, (own, chosen) in enumerate(zip(x.axes, index.axes, strict=True)):
-        if k != dim and length(own) == length(chosen):
-            t.unite(node, own, chosen)
-        elif k != dim:
-            t.freeze(node, x, [k], "is cropped by gather")
-    return x.with_axes(index.axes)
+    return x.with_axes(index.axes) if "gather" in _name(node) else Value(x.axes, common_parameters([x, *others]))
 
 
 @rule("unfold.default")
@@ -209,17 +205,7 @@ def _one_hot(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     return Value((*x.axes, t.new(node, t.shape(node)[-1], "counts classes")))
 
 
-@rule("meshgrid histc bincount bucketize searchsorted")
-def _by_value(t: Tracker, node: fx.Node, **arguments: Any) -> Any:
-    reason = Reason(f"{node.target} treats positions by value", node.name)
-    freeze_all(list(arguments.values()), reason)
-    return fresh(node, reason)
-
-
-_WRITING = "index_put index_put_ scatter scatter_ scatter_add scatter_add_ index_add index_add_"
-
-
-@rule(f"{_WRITING} slice_scatter select_scatter")
+@rule("index_put index_put_ scatter scatter_ slice_scatter select_scatter")
 def _written(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Value:
     freeze_all([x, *arguments.values()], Reason("is written by position", node.name))
     return x

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, cut, flatten, freeze, is_frozen, length, new_axis, split
@@ -50,32 +51,12 @@ def _matched(before: list[int], after: list[int]) -> Iterator[tuple[slice, slice
         yield slice(sources, i), slice(targets, j)
 
 
-@rule("permute.default")
-def _permute(t: Tracker, node: fx.Node, x: Value, dims: list[int]) -> Value:
-    return x.with_axes(x.axes[dim] for dim in dims)
-
-
-@rule("transpose.int transpose_.default swapaxes swapdims")
-def _transpose(t: Tracker, node: fx.Node, x: Value, **dims: int) -> Value:
-    a, b = dims.values()
-    return x.with_axis(a, x.axes[b]).with_axis(b, x.axes[a])
-
-
-@rule("t numpy_T mT adjoint")
-def _transpose_last(t: Tracker, node: fx.Node, x: Value) -> Value:
-    if len(x.axes) > 2 and "numpy" not in str(node.target):
-        return x.with_axes([*x.axes[:-2], x.axes[-1], x.axes[-2]])
-    return x.with_axes(x.axes[::-1])
-
-
-@rule("movedim.int movedim.intlist")
-def _movedim(t: Tracker, node: fx.Node, x: Value, source: Any, destination: Any) -> Value:
-    sources = [source] if isinstance(source, int) else source
-    targets = [destination] if isinstance(destination, int) else destination
-    n = len(x.axes)
-    moved = {d % n: s % n for s, d in zip(sources, targets, strict=True)}
-    rest = iter(i for i in range(n) if i not in moved.values())
-    return x.with_axes(x.axes[moved[d] if d in moved else next(rest)] for d in range(n))
+@rule("permute transpose transpose_ swapaxes swapdims t numpy_T mT adjoint movedim.int movedim.intlist")
+def _permute(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+    """Read where each axis goes from what the op does to a tensor of distinct sizes."""
+    sizes = torch.empty(tuple(range(1, len(x.axes) + 1)), device="meta")
+    moved = node.target(sizes, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    return x.with_axes(x.axes[size - 1] for size in moved.shape)
 
 
 def _padded(x: Value, rank: int) -> list[Axis]:
@@ -175,23 +156,11 @@ def _narrow(t: Tracker, node: fx.Node, x: Value, dim: int, start: int, length: i
     return _piece(node, x, dim, start, start + length)
 
 
-@rule("unbind.int")
-def _unbind(t: Tracker, node: fx.Node, x: Value, dim: int = 0) -> list[Value]:
-    t.freeze(node, x, [dim], "is taken apart by position")
-    return [x.without(dim)] * length(x.axes[dim])
-
-
 @rule("glu.default")
 def _glu(t: Tracker, node: fx.Node, x: Value, dim: int = -1) -> Value:
     half = length(x.axes[dim]) // 2
     a, b = _piece(node, x, dim, 0, half), _piece(node, x, dim, half, 2 * half)
     return x.with_axis(dim, t.unite(node, a.axes[dim], b.axes[dim]))
-
-
-def _split_off(axis: Axis, inner: int, reason: Reason) -> tuple[Axis, Axis]:
-    """An axis as (outer, inner), of which the inner one is frozen."""
-    outer, fast = split(axis, [length(axis) // inner, inner], reason)
-    return outer, freeze(fast, reason)
 
 
 @rule("channel_shuffle native_channel_shuffle")
@@ -207,33 +176,22 @@ def _space(t: Tracker, node: fx.Node, count: int) -> list[Axis]:
     return [t.new(node, size, "is spatial") for size in t.shape(node)[-count:]]
 
 
-@rule("pixel_shuffle.default")
-def _pixel_shuffle(t: Tracker, node: fx.Node, x: Value, upscale_factor: int) -> Value:
-    """Channels x r x r become channels; the r x r go into space."""
-    why = Reason("is spread over space by pixel_shuffle", node.name)
-    channels, _ = _split_off(x.axes[-3], upscale_factor**2, why)
-    return x.with_axes([*x.axes[:-3], channels, *_space(t, node, 2)])
+@rule("pixel_shuffle.default col2im.default")
+def _to_space(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
+    """A fast factor of the channels goes into space."""
+    at, count = len(t.shape(node)) - 3, t.shape(node)[-3]
+    reason = Reason("is spread over space", node.name)
+    channels, inner = split(x.axes[at], [count, length(x.axes[at]) // count], reason)
+    freeze(inner, reason)
+    return x.with_axes([*x.axes[:at], channels, *_space(t, node, 2)])
 
 
-@rule("pixel_unshuffle.default")
-def _pixel_unshuffle(t: Tracker, node: fx.Node, x: Value, downscale_factor: int) -> Value:
+@rule("pixel_unshuffle.default im2col.default")
+def _from_space(t: Tracker, node: fx.Node, x: Value, **_: Any) -> Value:
     """Space goes into channels as a fast factor."""
-    inner = t.new(node, downscale_factor**2, "comes from space by pixel_unshuffle")
-    return x.with_axes([*x.axes[:-3], flatten([x.axes[-3], inner]), *_space(t, node, 2)])
-
-
-@rule("im2col.default")
-def _im2col(t: Tracker, node: fx.Node, x: Value, kernel_size: list[int], **_: Any) -> Value:
-    """Channels x taps, channels slowest."""
-    taps = t.new(node, math.prod(kernel_size), "counts taps of a kernel")
-    return x.with_axes([x.axes[0], flatten([x.axes[1], taps]), *_space(t, node, 1)])
-
-
-@rule("col2im.default")
-def _col2im(t: Tracker, node: fx.Node, x: Value, kernel_size: list[int], **_: Any) -> Value:
-    """The inverse of im2col: taps are summed into space."""
-    channels, _taps = _split_off(x.axes[1], math.prod(kernel_size), Reason("counts taps of a kernel", node.name))
-    return x.with_axes([x.axes[0], channels, *_space(t, node, 2)])
+    at, shape = len(x.axes) - 3, t.shape(node)
+    inner = t.new(node, shape[at] // length(x.axes[at]), "comes from space")
+    return x.with_axes([*x.axes[:at], flatten([x.axes[at], inner]), *_space(t, node, len(shape) - at - 1)])
 
 
 @rule("constant_pad_nd.default pad.default")
