@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ispasp.engine.batches import described
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, SaveError
 from ispasp.files import TensorFile, digest, make_folder, opened, parsed, publish, write_tensors
@@ -127,7 +128,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def check_fits(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Raise unless the tensors of the model and those in the checkpoint have the same names, shapes and dtypes."""
     for name in sorted({*tensors, *saved}):
-        here, there = (_described(t.get(name)) for t in (tensors, saved))
+        here, there = (described(t[name]) if name in t else "not there" for t in (tensors, saved))
         if here != there:
             raise InputError(
                 f"{name!r} is {here} in the model and {there} in the checkpoint: pass the model as it was when the run "
@@ -165,7 +166,3 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tens
             "the checkpoint's run trained other parameters: set requires_grad as it was, or pass another folder"
         )
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def _described(tensor: Tensor | None) -> str:
-    return "not there" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ispasp.engine.batches import NAMES, Labels
+from ispasp.engine.batches import NAMES, Labels, described
 from ispasp.errors import InputError
 from ispasp.graph.state import unwrapped
 from ispasp.graph.trace import run
@@ -197,15 +197,15 @@ def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError) as error:
-        what = f"{tuple(labels.shape)} {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise InputError(
-            f"the model gives {tuple(logits.shape)}, the labels are {what} ({str(error).rstrip('.')}): yield one whole "
-            f"number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
+            f"the model gives {tuple(logits.shape)}, the labels are {described(labels)} ({str(error).rstrip('.')}): "
+            f"yield one whole number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
         ) from error
 
 
 def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"the loss is {what}: it must be one number, the mean over the examples of the batch")
+        raise InputError(
+            f"the loss is {described(value)}: it must be one number, the mean over the examples of the batch"
+        )
     return value.reshape(())
