@@ -270,7 +270,7 @@ def _layers(graph: TracedGraph, net: MaskedNetwork) -> dict[int, tuple[nn.Module
 
 
 def _runs(model: nn.Module, batch: Batch) -> list[Tensor]:
-    remedy = "check that its forward does the same on every call, or calibrate with batches of one shape"
+    remedy = "pass round_to=8 if its kernels want even widths; else check that it does the same on every call"
     what = f"the pruned model fails on a batch of shapes {signature(batch)[1:]}"
     with failing_as(SurgeryError, what, f"the model is as it was; {remedy}"):
         return output_of(model, batch)

@@ -252,3 +252,24 @@ def test_what_a_complex_weight_reads_stays() -> None:
     assert "a" not in result.plan.kept
     assert "b" in result.plan.kept
     assert any(row.name == "a" and "calibration cannot follow" in row.reason for row in result.frozen)
+
+
+def test_widths_that_a_kernel_refuses_are_told() -> None:
+    class Even(nn.Module):
+        """Like torch's product of experts, which wants strides of 16 bytes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 32), nn.Linear(32, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu(self.a(x))
+            if h.shape[-1] % 4:
+                raise RuntimeError("strides should be multiple of 16 bytes")
+            return self.b(h)
+
+    with pytest.raises(
+        ispasp.errors.SurgeryError, match=r"multiple of 16 bytes.*: the model is as it was; pass round_to"
+    ):
+        ispasp.prune(alive(Even()), [X], 9, progress=False)
+    assert len(ispasp.prune(alive(Even()), [X], 9, round_to=8, progress=False).plan.kept["a"]) == 8
