@@ -218,6 +218,16 @@ def test_a_model_that_cannot_be_copied() -> None:
         ispasp.prune(model, [X], progress=False)
 
 
+def test_a_function_that_holds_the_model_cannot_be_copied() -> None:
+    model = net()
+    model.activation = lambda x: x  # harmless
+    ispasp.prune(model, [X], progress=False)
+    model.first = lambda x: model[0](x).relu()
+    with pytest.raises(ispasp.errors.InputError, match=r"a function that refers to it.*: prune_ works in place"):
+        ispasp.prune(model, [X], progress=False)
+    assert ispasp.prune_(model, [X], progress=False).layers
+
+
 class Sign(nn.Module):
     def __init__(self) -> None:
         super().__init__()

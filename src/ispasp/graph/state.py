@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ispasp.errors import InputError
+from ispasp.errors import InputError, failing_as
 
 
 def succeeds(call: Callable[[], Any]) -> bool:
@@ -335,10 +335,13 @@ def plain(model: nn.Module) -> Iterator[nn.Module]:
 
 def copied(model: nn.Module) -> nn.Module:
     """Deep-copy a model, including computed tensors that torch refuses to copy, such as weight_norm's weight."""
-    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
-    try:
+    inside = {*model.modules()}
+    held = [value for module in inside for value in vars(module).values()]
+    computed = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]
+    cells = [
+        cell.cell_contents for value in held if isinstance(value, FunctionType) for cell in value.__closure__ or ()
+    ]
+    with failing_as(InputError, f"{type(model).__name__} cannot be copied", "prune_ works in place"):
+        if any(isinstance(at := getattr(cell, "__self__", cell), nn.Module) and at in inside for cell in cells):
+            raise TypeError("it holds a function that refers to it, and would do so in the copy: make it a method")
         return deepcopy(model, {id(value): value.detach().clone() for value in computed})
-    except Exception as error:
-        raise InputError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): prune_ works in place"
-        ) from error

@@ -258,13 +258,9 @@ def _spell_out(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.einsum.default):
         equation, tensors, *path = node.args
         left, arrow, right = equation.replace(" ", "").partition("->")
-        letters = [letter for letter in ascii_letters if letter not in left]
-        terms = left.split(",")
-        counts = [
-            len(tensor.meta["val"].shape) - len(term.replace("...", ""))
-            for tensor, term in zip(tensors, terms, strict=True)
-        ]
-        dots = "".join(letters[: max(counts)])
+        terms, ranks = left.split(","), [len(tensor.meta["val"].shape) for tensor in tensors]
+        counts = [rank - len(term.replace("...", "")) for rank, term in zip(ranks, terms, strict=True)]
+        dots = "".join(letter for letter in ascii_letters if letter not in left)[: max(counts)]
         if not arrow:
             right = "..." * ("..." in left) + "".join(sorted(c for c in set(left) - set(".,") if left.count(c) == 1))
         terms = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
