@@ -35,6 +35,7 @@ WAYS = {
     "macs": "`Macs({size:g})`",
     "recipe": "260 M recipe",
 }
+_SAME_MACS = 0.01  # two networks are of one size if they differ by at most this part of the dense one's MACs
 Key = tuple[str, str, float, str, str, str, int]
 
 
@@ -264,6 +265,7 @@ def _section(task: str, found: Mapping[tuple[str, float, str, str], Row]) -> lis
         for size in sizes:
             lines.append(_line(network, way, size, found))
     verdicts = [text for target in network.targets for text in _verdicts(network, target, found)]
+    verdicts += _against_uniform(network, found)
     return [*lines, "", *(f"- {text}" for text in verdicts), *([""] if verdicts else [])]
 
 
@@ -274,6 +276,28 @@ def _line(network: Network, way: str, size: float, found: Mapping[tuple[str, flo
     shown = [f"**{_cell(row, network)}**" if row and row in best else _cell(row, network) for row in cells]
     seconds = " / ".join("-" if row is None or row.seconds is None else f"{row.seconds:,.0f}" for row in cells[:2])
     return f"| {WAYS[way].format(size=size)} | {macs} | {' | '.join(shown)} | {seconds} |"
+
+
+def _against_uniform(network: Network, found: Mapping[tuple[str, float, str, str], Row]) -> Iterator[str]:
+    """One sentence for every budget that leaves as many MACs as a uniform cut; the default method is judged.
+
+    >>> row = Row("minilm", "keep", 0.5, "auto", "all", "no", 9, 0.80, None, 0.5, 0.5, 9.0, 0, None, "")
+    >>> rows = [row, replace(row, way="matched", score=0.81)]
+    >>> list(_against_uniform(NETWORKS["minilm"], {(r.way, r.size, r.method, r.heal): r for r in rows}))
+    ['`Macs` of `keep=0.5` against `keep=0.5`, not healed: 0.8100 against 0.8000, **better**.']
+    """
+    way = "matched" if "matched" in network.sizes else "macs"
+    for size in network.sizes["keep"]:
+        for healed, text in ((PLAIN, "not healed"), (HEALED, "healed")):
+            even, budget = (found.get((each, size, "auto", healed)) for each in ("keep", way))
+            if even is None or budget is None or abs((even.macs or 0.0) - (budget.macs or 0.0)) > _SAME_MACS:
+                continue
+            better = _best(network, [even, budget]) is budget
+            names = (WAYS[each].format(size=size) for each in (way, "keep"))
+            yield (
+                f"{' against '.join(names)}, {text}: {_cell(budget, network)} against {_cell(even, network)}, "
+                f"**{'better' if better else 'not better'}**."
+            )
 
 
 def _best(network: Network, rows: Sequence[Row | None]) -> Row | None:
