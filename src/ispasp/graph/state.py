@@ -336,11 +336,11 @@ def plain(model: nn.Module) -> Iterator[nn.Module]:
 def copied(model: nn.Module) -> nn.Module:
     """Deep-copy a model, including computed tensors that torch refuses to copy, such as weight_norm's weight."""
     inside = {*model.modules()}
-    held = [value for module in inside for value in vars(module).values()]
-    computed = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]
-    cells = [
-        cell.cell_contents for value in held if isinstance(value, FunctionType) for cell in value.__closure__ or ()
-    ]
+    held = [item for module in inside for item in vars(module).items()]
+    computed = [value for _, value in held if isinstance(value, Tensor) and not value.is_leaf]
+    # Functions that a forward may call. Others stand in the place of methods: accelerate's of Module.to.
+    called = [value for name, value in held if name == "forward" or not hasattr(nn.Module, name)]
+    cells = [cell.cell_contents for f in called if isinstance(f, FunctionType) for cell in f.__closure__ or ()]
     with failing_as(InputError, f"{type(model).__name__} cannot be copied", "prune_ works in place"):
         if any(isinstance(at := getattr(cell, "__self__", cell), nn.Module) and at in inside for cell in cells):
             raise TypeError("it holds a function that refers to it, and would do so in the copy: make it a method")
