@@ -168,7 +168,7 @@ def test_two_processes_of_torchrun_equal_one(tmp_path: Path) -> None:
         assert all(torch.equal(whole[name], found[name]) for found in (resumed, again) for name in whole)
         refused = (tmp_path / f"refused-{rank}").read_text()
         assert "pass a torch DataLoader without a DistributedSampler" in refused
-        assert "processes 0, 1, ... read steps [5, -1]" in refused
+        assert "processes read steps [5, -1]" in refused
     norms = [load_file(tmp_path / f"norm-{rank}.safetensors") for rank in range(2)]
     assert all(torch.equal(norms[0][name], norms[1][name]) for name in norms[0])
     noise = [load_file(tmp_path / f"noise-{rank}.safetensors") for rank in range(2)]
