@@ -69,6 +69,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "repeat": (lambda: Net(lambda m, h: h.repeat(1, 2), out=24), {"a": 12}),
     "tile and cat": (lambda: Net(lambda m, h: torch.cat([h.tile(1, 2), h], 1), out=36), {"a": 12}),
     "stack and sum": (lambda: Net(lambda m, h: torch.stack([h, h.sin()]).sum(0)), {"a": 12}),
+    "complex numbers": (lambda: Net(lambda m, h: (torch.complex(h, h.sin()) * 1j).imag), {"a": 12}),
     "where": (lambda: Net(lambda m, h: torch.where(h > 0, h, h.exp() - 1)), {"a": 12}),
     "maximum of two": (lambda: Net(lambda m, h: torch.maximum(h, m.c(h.relu())), c=nn.Linear(12, 12)), {"a": 12}),
     "addcmul": (lambda: Net(lambda m, h: torch.addcmul(h, h, m.s), s=nn.Parameter(torch.randn(12))), {"a": 12}),

@@ -25,7 +25,7 @@ to.dtype to.device to.dtype_layout add.Scalar add_.Scalar sub.Scalar sub_.Scalar
 pow pow_ mul mul_ multiply multiply_ div div_ divide divide_ true_divide true_divide_ remainder fmod floor_divide
 eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__
 where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill masked_fill_ fill fill_ copy copy_
-atan2 maximum minimum max.other min.other addcmul addcdiv lerp xlogy prelu_kernel
+complex polar imag angle atan2 maximum minimum max.other min.other addcmul addcdiv lerp xlogy prelu_kernel
 """
 
 
