@@ -345,7 +345,7 @@ def _widths(work: Work, clock: Stopwatch | None) -> Widths:
         whole = work.keeping({d.name: d.units for d in prunable(dimensions, o.skip)})
         if o.uniform:
             return Widths(uniform_widths(whole, o.keep), {})
-        sample = sample_of(work.inputs)
+        sample = sample_of(whole)
         found = output_curves(whole, error_curves(whole, sample.fitted), sample)
         counts = budget_widths(whole, found, clock.budget if clock else o.keep)
         if clock and clock.correct(counts):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, dropwhile
+from itertools import chain, dropwhile, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ispasp._evaluate import divergence
 from ispasp._keep import rounded
-from ispasp._options import Inputs
 from ispasp._steps import Work, measure_all, stops, total_statistics, walk
 from ispasp.budget import Budget, Curve, Params, allocate
 from ispasp.budget.curve import Curves, error_curve, sampled_energy
@@ -49,11 +48,21 @@ class Sample:
     judged: Sequence[Batch]
 
 
-def sample_of(inputs: Inputs, times: int = 1) -> Sample:
-    """Take `times` an eighth of the examples, but at least 32 examples or 1,024 tokens. Held-out ones judge."""
+def sample_of(work: Work, times: int = 1) -> Sample:
+    """Take `times` an eighth of the examples, but at least 32 examples or 1,024 tokens.
+
+    Others judge: held-out ones first. There are twice as many of them where hidden dimensions are few, and so runs are.
+    """
+    inputs = work.inputs
     size = times * _size(inputs.first, inputs.examples)
     fitted = first_batches(inputs.again(), size)
-    return Sample(fitted, first_batches(inputs.held_out(), size) or fitted)
+    others = chain(inputs.held_out(), islice(inputs.again(), len(fitted), None))
+    return Sample(fitted, first_batches(others, size if _has_many(work) else 2 * size) or fitted)
+
+
+def _has_many(work: Work) -> bool:
+    """Whether hidden dimensions are many. Residual streams do not count, so that `scope="all"` measures blocks alike."""
+    return sum(d.name in work.counts for d in work.survey.dimensions if not d.stream) > _MANY
 
 
 def _size(batch: Batch, examples: int) -> int:
@@ -119,8 +128,7 @@ def output_curves(work: Work, found: Curves, sample: Sample) -> Curves:
     Costs one to three passes of the judged examples from each dimension on: half a pass each, on average. They are not
     the ones that the consumers are refitted on, if there are enough: a wide layer fits a few examples exactly.
     """
-    blocks = sum(d.name in work.counts for d in work.survey.dimensions if not d.stream)  # alike in scope="all"
-    fractions = _WIDTHS if blocks <= _MANY else _WIDTHS[:1]
+    fractions = _WIDTHS[:1] if _has_many(work) else _WIDTHS
     points: dict[str, list[tuple[int, float]]] = {name: [] for name in work.counts}
     with work.team.together("the divergences of the output"):
         same = sample.fitted is sample.judged
@@ -199,7 +207,7 @@ def budget_widths(work: Work, found: Curves, budget: Budget) -> dict[str, int]:
             least = {name: limit.wide_enough(name, int(floor * width)) for name, width in uniform.items()}
             if (candidate := limit.spend(found.curves, {**least, **whole})) not in candidates:
                 candidates.append(candidate)
-    judges = [_Judge(work, found, sample_of(work.inputs, times)) for times in (1, 2)]
+    judges = [_Judge(work, found, sample_of(work, times)) for times in (1, 2)]
     start, _ = judges[0].best(candidates)
     other = width_search(work.options.search)
     if other is None:
