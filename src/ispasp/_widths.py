@@ -61,7 +61,7 @@ def sample_of(work: Work, times: int = 1) -> Sample:
 
 
 def _has_many(work: Work) -> bool:
-    """Whether hidden dimensions are many. Residual streams do not count, so that `scope="all"` measures blocks alike."""
+    """Whether hidden dimensions are many. Residual streams do not count: `scope="all"` measures blocks alike."""
     return sum(d.name in work.counts for d in work.survey.dimensions if not d.stream) > _MANY
 
 

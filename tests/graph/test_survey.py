@@ -154,6 +154,24 @@ def test_cost_is_what_torch_counts() -> None:
     assert (cost.params, cost.macs) == recount()
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner = kind(8, 16, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(32, 12), nn.ReLU(), nn.Linear(12, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.inner(x)[0][:, -1])
+        return out
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)])
+def test_macs_of_ops_without_a_rule_are_counted(kind: type[nn.RNNBase], gates: int) -> None:
+    cost = ispasp.survey(Recurrent(kind).eval(), torch.randn(3, 5, 8)).cost()
+    inner = 5 * 2 * gates * 16 * ((8 + 16) + (32 + 16))  # steps, directions, rows, columns of both layers
+    assert cost.dense_macs == inner + 32 * 12 + 12 * 4
+
+
 def test_bad_options_are_refused() -> None:
     with pytest.raises(ispasp.errors.InputError, match="scope='everything'"):
         ispasp.survey(net(), X, scope="everything")

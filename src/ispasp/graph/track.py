@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from ispasp.errors import InputError
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, length, new_axis, unite
@@ -168,6 +172,7 @@ class Tracker:
             reason = Reason(f"no rule for {node.target}", node.name)
             for argument in _leaves([*node.args, *node.kwargs.values()]):
                 freeze_all(self._value(argument), reason)
+            self.multiplies([new_axis(_macs(node), reason)])
             return fresh(node, reason)
         given = {"x" if name in ("self", "input") else name: self._value(v) for name, v in given_to(node).items()}
         value = known(self, node, **given)
@@ -231,6 +236,18 @@ def _unread(graph: fx.Graph) -> set[fx.Node]:
             needed.add(node)
             needed.update(node.all_input_nodes)
     return set(graph.nodes) - needed
+
+
+def _macs(node: fx.Node) -> int:
+    """Multiply-accumulates of an op without a rule, as torch counts them; 0 for ops that it cannot count."""
+
+    def empty(operand: fx.Node) -> Any:
+        return pytree.tree_map_only(Tensor, partial(torch.empty_like, device="meta"), operand.meta["val"])
+
+    with suppress(Exception), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        node.target(*fx.map_arg(node.args, empty), **fx.map_arg(node.kwargs, empty))  # type: ignore[operator]
+        return counter.get_total_flops() // 2
+    return 0
 
 
 def _leaves(tree: Any) -> list[Any]:
