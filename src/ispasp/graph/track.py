@@ -246,7 +246,7 @@ def _macs(node: fx.Node) -> int:
 
     with suppress(Exception), torch.no_grad(), FlopCounterMode(display=False) as counter:
         node.target(*fx.map_arg(node.args, empty), **fx.map_arg(node.kwargs, empty))  # type: ignore[operator]
-        return counter.get_total_flops() // 2
+        return int(counter.get_total_flops()) // 2
     return 0
 
 
