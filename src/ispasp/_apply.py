@@ -21,20 +21,8 @@ from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain, uninterrupted
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.fold import folding
-from ispasp.surgery.remove import (
-    Undo,
-    all_or_nothing,
-    check_optimizer,
-    fitting,
-    remember_,
-    remove_,
-    removed,
-    row_norms,
-    set_data,
-    tensor_of,
-)
+from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remember_, remove_, removed, zero_
 from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, tolerance
-from ispasp.types.dimension import kept_mask, names_in
 from ispasp.types.plan import Plan
 
 
@@ -164,7 +152,7 @@ def _mask(model: nn.Module, plan: Plan, batch: Batch, undo: Undo) -> None:
         if isinstance(expected, Failure):
             raise SurgeryError(f"the forward fails without these units ({expected.error}): leave some out of the plan")
         for name, axes in _reading(analysis).items():
-            _zero(model, name, axes, plan, undo)
+            zero_(model, name, axes, plan, undo)
     found = attempt(model, batch)
     error = float("inf") if isinstance(found, Failure) else relative_error(found, expected)
     if not error <= tolerance(analysis.trace):
@@ -184,26 +172,3 @@ def _reading(analysis: Analysis) -> dict[str, set[int]]:
                 reads = (k for k, axis in enumerate(value.axes) if summed & {*atoms_of(axis)})
                 found.setdefault(name, set()).update(reads)
     return found
-
-
-@torch.no_grad()
-def _zero(model: nn.Module, name: str, axes: set[int], plan: Plan, undo: Undo) -> None:
-    layout = plan.structure.tensors.get(name)
-    gone = {
-        axis: ~kept_mask(extent, plan.kept)
-        for axis, extent in (layout.axes if layout else {}).items()
-        if axis in axes and names_in(extent) & set(plan.kept)
-    }
-    norm = next((norm for norm in plan.structure.weight_norms if norm.v == name), None)
-    if norm is not None:
-        gone.pop(norm.dim, None)  # g is zero there; v would be 0 / 0
-    if not gone:
-        return
-    tensor = tensor_of(model, name)
-    masked = tensor.detach().clone()
-    for axis, positions in gone.items():
-        masked.movedim(axis, 0)[positions.to(masked.device)] = 0
-    if norm is not None:
-        g = tensor_of(model, norm.g)
-        set_data(g, g.detach() * row_norms(masked, norm.dim) / row_norms(tensor, norm.dim), g.grad, undo)
-    set_data(tensor, masked, tensor.grad, undo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,14 +32,14 @@ def pruned(net: Written, memory: int | None, compensate: str | None) -> ispasp.R
 def reruns(monkeypatch: pytest.MonkeyPatch) -> list[Lockstep]:
     """Everything that has begun to run batches anew."""
     made: list[Lockstep] = []
-    rerun = Lockstep._rerun
+    in_front = Lockstep._in_front
 
-    def noted(walk: Lockstep, *args: Any) -> Any:
-        if walk not in made:
+    def noted(walk: Lockstep, *args: Any) -> Iterator[Runner]:
+        if walk.rerunning and walk not in made:
             made.append(walk)
-        return rerun(walk, *args)
+        return in_front(walk, *args)
 
-    monkeypatch.setattr(Lockstep, "_rerun", noted)
+    monkeypatch.setattr(Lockstep, "_in_front", noted)
     return made
 
 
@@ -77,13 +78,15 @@ def test_a_limit_that_is_reached_on_the_way_gives_the_same(
     net = Written(build, lambda: [batch, -batch], ())
     fits = 2 * 5 * (6 + 6) * 8  # two batches of five before and after the first ReLU; later layers are wider
     reached: list[int] = []
-    check = Lockstep._check
+    in_front = Lockstep._in_front
 
-    def noted(source: Lockstep, runner: Runner) -> None:
-        check(source, runner)
-        reached.append(runner.bytes)
+    def noted(walk: Lockstep, *args: Any) -> Iterator[Runner]:
+        for runner in in_front(walk, *args):
+            if not walk.rerunning:
+                reached.append(runner.bytes)
+            yield runner
 
-    monkeypatch.setattr(Lockstep, "_check", noted)
+    monkeypatch.setattr(Lockstep, "_in_front", noted)
     free, limited = pruned(net, None, "dense"), len(reached)
     tight = pruned(net, fits, "dense")
     assert len(reruns) == 1
@@ -144,9 +147,9 @@ def test_later_edits_come_first() -> None:
 
 
 def test_other_errors_on_the_way_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_args: Any, **_kwargs: Any) -> Any:
+    def broken(_runner: Runner) -> int:
         raise RuntimeError("a kernel is broken")
 
-    monkeypatch.setattr(Lockstep, "_check", broken)
+    monkeypatch.setattr(Runner, "bytes", property(broken))
     with pytest.raises(RuntimeError, match="a kernel is broken"):
-        pruned(NETWORKS["mlp"], None, None)
+        pruned(NETWORKS["mlp"], 2**30, None)

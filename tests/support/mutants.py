@@ -24,10 +24,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("while problem.slack(place) < 0 and rates:", "while problem.slack(place) < -1 and rates:"),
         ("if saved <= 0:", "if saved < 0:"),
         ("if rates and rate > rates[0][0]:", "if False:"),
-        (
-            "        if problem.slack(_at(place, {d: middle})) >= 0:\n",
-            "        if problem.slack(_at(place, {d: middle})) > 9:\n",
-        ),
+        ("problem.slack(_at(place, {d: k})) < 0)", "problem.slack(_at(place, {d: k})) <= 9)"),
         ("if cost <= problem.slack(place)]", "]"),
         ("d = max(candidates, key=rates.__getitem__)", "d = min(candidates, key=rates.__getitem__)"),
         ("    for _ in range(_ROUNDS):\n", "    for _ in range(0):\n"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -215,14 +215,8 @@ def descend(problem: Problem) -> Place:
 
 def _widest(problem: Problem, place: Place, d: int, least: int) -> int:
     """The widest choice of dimension d, from `least` up to the present one, that meets the limit; else `least`."""
-    low, high = least, place[d]
-    while high - low > 1:
-        middle = (low + high) // 2
-        if problem.slack(_at(place, {d: middle})) >= 0:
-            low = middle
-        else:
-            high = middle
-    return low
+    wider = range(least + 1, place[d])
+    return least + bisect_left(wider, True, key=lambda k: problem.slack(_at(place, {d: k})) < 0)
 
 
 def fill(problem: Problem, place: Place) -> Place:

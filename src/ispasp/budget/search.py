@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,10 +38,8 @@ class WidthProblem:
 
     def widest(self, name: str, others: Counts) -> int:
         """The widest allowed width of one hidden dimension that meets the limit, with the other widths given."""
-        low, high = self.least[name], self.units[name]
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.count({**others, name: middle}) <= self.limit else (low, middle - 1)
+        wider = range(self.least[name] + 1, self.units[name] + 1)
+        low = self.least[name] + bisect_right(wider, self.limit, key=lambda width: self.count({**others, name: width}))
         fitted = self.fit(name, low)
         while fitted > low and self.count({**others, name: fitted}) > self.limit:
             fitted = self.fit(name, low := low - 1)

@@ -24,13 +24,8 @@ from ispasp.graph.trace import Batch, call_op, mutates
 
 T = TypeVar("T")
 _ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
-_WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
+_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+_WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,37 +260,27 @@ class Lockstep:
         """Bring every batch in front of contraction `number`, and call `gather` with them."""
         if not self.rerunning:
             try:
-                return gather(self._waiting(number, edits))
+                return gather(self._in_front(number, edits))
             except (MemoryError, torch.OutOfMemoryError):
                 pass  # handled outside: the exception holds the waiting activations
             self._runners, self.rerunning = [], True
-        return gather(self._rerun(number, edits))
+        return gather(self._in_front(number, edits))
 
-    def _waiting(self, number: int, edits: Edits) -> Iterator[Runner]:
+    def _in_front(self, number: int, edits: Edits) -> Iterator[Runner]:
+        new = (Runner(self.graphs.of(b), b, self.tensors, edits, twin=self.twin) for b in self.batches)
         try:
-            self._runners = self._runners or [self._start(batch, edits) for batch in self.batches]
-            for runner in self._runners:
+            if not self.rerunning:
+                self._runners = self._runners or list(new)
+            for runner in self._runners or new:
                 runner.edits = edits
                 runner.advance(runner.graph.contractions[number])
-                self._check(runner)
+                if self.memory is not None and runner.bytes * len(self._runners) > self.memory:
+                    raise MemoryError
                 yield runner
         except RuntimeError as error:  # the CPU's allocator has no exception of its own
             if "not enough memory" in str(error) or "can't allocate memory" in str(error):
                 raise MemoryError from error
             raise
-
-    def _check(self, runner: Runner) -> None:
-        if self.memory is not None and runner.bytes * len(self._runners) > self.memory:
-            raise MemoryError
-
-    def _rerun(self, number: int, edits: Edits) -> Iterator[Runner]:
-        for batch in self.batches:
-            runner = self._start(batch, edits)
-            runner.advance(runner.graph.contractions[number])
-            yield runner
-
-    def _start(self, batch: Batch, edits: Edits) -> Runner:
-        return Runner(self.graphs.of(batch), batch, self.tensors, edits, twin=self.twin)
 
 
 def execute(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ispasp.engine.batches import real_rows
+from ispasp.engine.batches import real_rows, tensors_of
 from ispasp.engine.runner import Cut, Runner
 from ispasp.errors import InputError, IspaspError
 from ispasp.graph.analyse import Analysis, owner, paths_of
@@ -62,7 +61,7 @@ class Site:
     def forms(self, arguments: Arguments) -> Sequence[Form]:
         """Its products in linear form; cached by weight, except for mixtures of experts."""
         x = self.activations(arguments)
-        weights = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor) and v is not x]
+        weights = [each for each in tensors_of(arguments) if each is not x]
         make = partial(forms, self.contraction.node, arguments, self.contraction.data)
         found: Sequence[Form] = self._cached("forms", weights, make)
         if len(found) > 1:

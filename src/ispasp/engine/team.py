@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, TypeVar, final
@@ -59,7 +59,7 @@ def joined_team(timeout_seconds: float = 600.0) -> Team:
 
 
 @final
-class Team:
+class Team(AbstractContextManager["Team"]):
     """All ranks that calibrate together, or this process alone. Every rank makes the same calls in the same order.
 
     Before they add or send anything, ranks tell each other where they are, so a rank that failed or is out of step is
@@ -147,9 +147,6 @@ class Team:
     def close(self) -> None:
         if self._wire is not None:
             self._wire.close()
-
-    def __enter__(self) -> Team:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

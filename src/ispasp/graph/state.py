@@ -12,12 +12,13 @@ import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -80,17 +81,14 @@ def uninterrupted() -> Iterator[None]:
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Restore the global generators of torch, NumPy and Python."""
-    numpy: Any = sys.modules.get("numpy")  # not imported: nothing can have been drawn from it
-    arrays = numpy.random.get_state() if numpy else None
-    python = random.getstate()
+    arrays, python = np.random.get_state(), random.getstate()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(python)
-        if arrays is not None:
-            numpy.random.set_state(arrays)
+        np.random.set_state(arrays)
 
 
 @contextmanager
@@ -277,14 +275,11 @@ def left_out(places: list[Place]) -> Iterator[None]:
     def skipped(hook: Hook) -> Hook:
         return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
 
-    before = [table[key] for table, key in places]
-    try:
+    with ExitStack() as undo:
         for table, key in places:
+            undo.callback(operator.setitem, table, key, table[key])
             table[key] = skipped(table[key])
         yield
-    finally:
-        for (table, key), hook in zip(places, before, strict=True):
-            table[key] = hook
 
 
 # Wrappers -----------------------------------------------------------------------------------------------------------
@@ -313,24 +308,21 @@ def plain(model: nn.Module) -> Iterator[nn.Module]:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     model = unwrapped(model)
-    wrapped: list[tuple[nn.Module, str, nn.Module]] = []
-    compiled: list[tuple[nn.Module, Any]] = []
-    try:
+    with ExitStack() as undo:
         for parent in list(model.modules()):
             for name, child in parent._modules.items():
                 if child is not None and _inner(child) is not None:
-                    wrapped.append((parent, name, child))
+                    undo.callback(_wrap_again, parent, name, child)
                     parent._modules[name] = unwrapped(child)
         for module in model.modules():
             if vars(module).get(_COMPILED) is not None:
-                compiled.append((module, vars(module).pop(_COMPILED)))
+                undo.callback(operator.setitem, vars(module), _COMPILED, vars(module).pop(_COMPILED))
         yield model
-    finally:
-        for module, call in compiled:
-            vars(module)[_COMPILED] = call
-        for parent, name, child in wrapped:
-            if parent._modules[name] is unwrapped(child):  # else surgery has replaced the layer
-                parent._modules[name] = child
+
+
+def _wrap_again(parent: nn.Module, name: str, child: nn.Module) -> None:
+    if parent._modules[name] is unwrapped(child):  # else surgery has replaced the layer
+        parent._modules[name] = child
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from string import ascii_letters
@@ -103,14 +103,19 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, (type, dict)):
             found[id(config)] = config
             waiting += [value for name, value in vars(config).items() if name.endswith("config")]
-    changed = [config for config in found.values() if getattr(config, "use_cache", False) is True]
-    try:
-        for config in changed:
-            config.use_cache = False
+    caching = [config for config in found.values() if getattr(config, "use_cache", False) is True]
+    with _changed(caching, "use_cache", False):
         yield
-    finally:
-        for config in changed:
-            config.use_cache = True
+
+
+@contextmanager
+def _changed(holders: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of these objects for a block."""
+    with ExitStack() as undo:
+        for holder in holders:
+            undo.callback(setattr, holder, name, getattr(holder, name, None))
+            setattr(holder, name, value)
+        yield
 
 
 def check_model(model: nn.Module) -> None:
@@ -218,12 +223,8 @@ def _without_vmap(program: Any) -> Any:
     if not any("functorch" in getattr(node.target, "__module__", "") for node in program.graph.nodes):
         return program
     bar: Any = torch.hub.tqdm  # type: ignore[attr-defined]  # torch draws a bar; tqdm would leave a thread behind
-    before = getattr(bar, "monitor_interval", 0)
-    bar.monitor_interval = 0
-    try:
+    with _changed([bar], "monitor_interval", 0):
         program = program.run_decompositions({})
-    finally:
-        bar.monitor_interval = before
     (output,) = program.graph.find_nodes(op="output")
     specs = program.graph_signature.output_specs
     output.args = (tuple(a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"),)
@@ -283,7 +284,6 @@ class _DependsOnDataError(Exception):
 def _silent(model: nn.Module) -> Iterator[None]:
     """No warnings and log lines, no graph printed when a model cannot be traced, no stack trace for each node."""
     forward, own = model.forward, "forward" in vars(model)
-    without_stacks = fx_config.do_not_emit_stack_traces
 
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -295,12 +295,10 @@ def _silent(model: nn.Module) -> Iterator[None]:
             raise _DependsOnDataError(str(error)) from error
 
     model.forward = guarded
-    fx_config.do_not_emit_stack_traces = True
     try:
-        with quiet("torch"):
+        with quiet("torch"), _changed([fx_config], "do_not_emit_stack_traces", True):
             yield
     finally:
-        fx_config.do_not_emit_stack_traces = without_stacks
         del model.forward
         if own:
             model.forward = forward
@@ -309,15 +307,14 @@ def _silent(model: nn.Module) -> Iterator[None]:
 def _export_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], first: Exception) -> Any:
     """Export again, with the batch deciding branches on data such as `if mask.any():`."""
     utils: Any = importlib.import_module("torch._subclasses.meta_utils")
-    before = utils._safe_copy
 
     def copy(dst: Tensor, src: Tensor | None) -> None:
         if type(src) in (Tensor, nn.Parameter):
             dst.copy_(src.detach())  # type: ignore[union-attr]
 
-    utils._safe_copy = copy  # torch 2.13 copies plain tensors only: branches on parameters would read fresh memory
-    try:
-        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+    by_example = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
+    try:  # torch 2.13 copies plain tensors only: branches on parameters would read fresh memory
+        with _changed([utils], "_safe_copy", copy), by_example:
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception:
         reason = str(first).strip().splitlines()
@@ -325,8 +322,6 @@ def _export_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             f"torch.export cannot trace {type(model).__name__}: {reason[0] if reason else type(first).__name__}. "
             "Check that model(batch) runs, and that its forward does not branch on the values of tensors"
         ) from first
-    finally:
-        utils._safe_copy = before
 
 
 # Hooks that are left out of traces ----------------------------------------------------------------------------------
@@ -342,8 +337,7 @@ def _observers(model: nn.Module, batch: Batch) -> list[Place]:
 
     def outputs(given: Batch) -> list[Tensor]:
         with seeded():
-            found = pytree.tree_leaves(run_and_restore(model, given))
-            return [leaf for leaf in found if isinstance(leaf, Tensor)]
+            return [leaf for leaf in pytree.tree_leaves(run_and_restore(model, given)) if isinstance(leaf, Tensor)]
 
     def needless(places: list[Place]) -> bool:
         with suppress(Exception):  # a forward that misses what a hook gave it may raise anything

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ispasp.errors import InputError
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, length, new_axis, unite
 from ispasp.graph.ops import Operand, given_to, overloads
-from ispasp.graph.trace import Trace
+from ispasp.graph.trace import Trace, mutates
 
 Rule = Callable[..., Any]
+Data = tuple[Operand, Sequence[int]]  # an argument of an op, and the dimensions of it that are contracted
 RULES: dict[Any, Rule] = {}
 
 _CHECKS = ("_assert_", "sym_constrain_range")  # ops that only check their arguments
@@ -101,11 +102,9 @@ def listed(node: fx.Node, value: Value) -> Any:
 
 def freeze_all(value: Any, reason: Reason) -> None:
     """Freeze every `Value` in nested lists."""
-    if isinstance(value, Value):
-        value.freeze(reason)
-    elif isinstance(value, list):
-        for item in value:
-            freeze_all(item, reason)
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Value):
+            leaf.freeze(reason)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,14 +148,11 @@ class Tracker:
             elif node.op == "get_attr":
                 self.values[node] = fresh(node, Reason(_CONSTANT, node.name))
             else:
-                freeze_all(self._value(_leaves(node.args[0])), Reason("reaches the model output"))
+                freeze_all(self._value(node.args[0]), Reason("reaches the model output"))
 
     def _value(self, argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return self.values.get(argument)
-        if isinstance(argument, (list, tuple)):
-            return [self._value(item) for item in argument]
-        return argument
+        """The argument with values in the place of nodes."""
+        return fx.node.map_arg(argument, self.values.get)
 
     def _call(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
@@ -164,14 +160,12 @@ class Tracker:
             return container[node.args[1]] if isinstance(container, list) else None  # type: ignore[index]
         name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
         makes_tensors = any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(node.meta.get("val")))
-        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)  # a custom op may do just that
-        if name.startswith(_CHECKS) or not (makes_tensors or writes):
+        if name.startswith(_CHECKS) or not (makes_tensors or mutates(node)):  # a custom op may just write
             return None
         known = RULES.get(node.target) or RULES.get(str(node.target))
         if known is None:
             reason = Reason(f"no rule for {node.target}", node.name)
-            for argument in _leaves([*node.args, *node.kwargs.values()]):
-                freeze_all(self._value(argument), reason)
+            freeze_all([self.values[used] for used in node.all_input_nodes], reason)
             self.multiplies([new_axis(_macs(node), reason)])
             return fresh(node, reason)
         given = {"x" if name in ("self", "input") else name: self._value(v) for name, v in given_to(node).items()}
@@ -206,13 +200,7 @@ class Tracker:
         return shape
 
     def contract(
-        self,
-        node: fx.Node,
-        kind: str,
-        data: tuple[Operand, Sequence[int]],
-        parameter: Value,
-        contracted: Sequence[Axis],
-        made: Sequence[Axis],
+        self, node: fx.Node, kind: str, data: Data, parameter: Value, contracted: Sequence[Axis], made: Sequence[Axis]
     ) -> None:
         """Record that a parameter reads these dimensions of the activations, an argument of the op."""
         (operand, dims), axes = data, (tuple(contracted), tuple(made))
@@ -248,10 +236,6 @@ def _macs(node: fx.Node) -> int:
         node.target(*fx.map_arg(node.args, empty), **fx.map_arg(node.kwargs, empty))  # type: ignore[operator]
         return int(counter.get_total_flops()) // 2
     return 0
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return list(pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, fx.Node)))
 
 
 def _check_shape(node: fx.Node, value: Any) -> None:

@@ -72,9 +72,9 @@ def whole(least: int, most: int | None = None) -> Callable[[Any], bool]:
     return lambda value: is_integer(value) and least <= value <= (value if most is None else most)
 
 
-def is_flag(value: Any) -> bool:
-    """The check of an option that is True or False."""
-    return isinstance(value, bool)
+def flag(default: bool, meaning: str) -> Any:
+    """An option that is True or False."""
+    return option(default, lambda value: isinstance(value, bool), meaning)
 
 
 def seed_option() -> Any:

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import (
-    Scored,
-    checked_producers,
-    is_flag,
-    option,
-    register,
-    seed_option,
-    sum_by_unit,
-    sum_over_layers,
-)
+from ispasp.select.base import Scored, checked_producers, flag, register, seed_option, sum_by_unit, sum_over_layers
 from ispasp.select.evidence import columns
 from ispasp.types import Consumer, Statistic, Statistics, register_statistic
 from ispasp.types.consumer import patches
@@ -33,7 +24,7 @@ _NUMBERS = 2**22  # that are looked at together
 class _Drawn(Scored):
     """Keeps the units of largest sensitivity, or draws them by it."""
 
-    sample: bool = option(False, is_flag, "True (draw units, as the paper) or False (the most sensitive)")
+    sample: bool = flag(False, "True (draw units, as the paper) or False (the most sensitive)")
     seed: int = seed_option()
 
     @final

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.select.base import Selector, is_flag, option, register, sum_by_unit, sum_over_layers, whole
+from ispasp.select.base import Selector, flag, option, register, sum_by_unit, sum_over_layers, whole
 from ispasp.select.evidence import Evidence, columns, descending, moments
 from ispasp.types import Consumer, ConvConsumer, Selection, Statistics, units_to_keep
 from ispasp.types.consumer import Geometry
@@ -53,7 +53,7 @@ class ISpaSP(Selector):
 
     iterations: int = option(20, whole(1), "an integer >= 1; the paper uses 20")
     rank: Rank = option("value", get_args(Rank).__contains__, "'value' (the paper) or 'magnitude' (signed activations)")
-    minibatches: bool = option(False, is_flag, "True (a new one per iteration) or False")
+    minibatches: bool = flag(False, "True (a new one per iteration) or False")
 
     @property
     def parts(self) -> int:
@@ -76,11 +76,7 @@ class ISpaSP(Selector):
 
 
 def i_spasp(
-    statistics: Statistics | Sequence[Statistics],
-    keep: float | int,
-    *,
-    iterations: int = 20,
-    rank: Rank = "value",
+    statistics: Statistics | Sequence[Statistics], keep: float | int, *, iterations: int = 20, rank: Rank = "value"
 ) -> Selection:
     """Algorithm 1 on first moments.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ispasp.select.base import Found, Search, is_flag, option, prefixes, register
+from ispasp.select.base import Found, Search, flag, prefixes, register
 from ispasp.select.evidence import Evidence, smallest
 from ispasp.types import Statistics
 
@@ -37,7 +37,7 @@ class ThiNet(Search):
     name = "thinet"
     needs = ("gram",)
 
-    rescale: bool = option(True, is_flag, "True (the paper) or False")
+    rescale: bool = flag(True, "True (the paper) or False")
 
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """One sequence of removals passes all widths.

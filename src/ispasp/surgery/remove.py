@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any, final
@@ -258,6 +258,26 @@ def _check_weight_norms(model: nn.Module, touched: Iterable[str]) -> None:
                 raise PlanError(f"{name!r}: the plan leaves a weight norm g of {g} and v of {v}: make a new plan")
 
 
+@torch.no_grad()
+def zero_(model: nn.Module, name: str, axes: Collection[int], plan: Plan, undo: Undo) -> None:
+    """Put zeros where these axes of a tensor hold units that the plan does not keep."""
+    layout = plan.structure.tensors.get(name)
+    norm = next((norm for norm in plan.structure.weight_norms if norm.v == name), None)
+    losing = {k: e for k, e in layout.axes.items() if k in axes and _loses(e, plan)} if layout else {}
+    if norm is not None:
+        losing.pop(norm.dim, None)  # g is zero there; v would be 0 / 0
+    if not losing:
+        return
+    tensor = tensor_of(model, name)
+    masked = tensor.detach().clone()
+    for axis, extent in losing.items():
+        masked.movedim(axis, 0)[~kept_mask(extent, plan.kept).to(masked.device)] = 0
+    if norm is not None:
+        g = tensor_of(model, norm.g)
+        set_data(g, g.detach() * row_norms(masked, norm.dim) / row_norms(tensor, norm.dim), g.grad, undo)
+    set_data(tensor, masked, tensor.grad, undo)
+
+
 # Attributes ---------------------------------------------------------------------------------------------------------
 def _swap_attentions(model: nn.Module, plan: Plan, touched: Iterable[str], undo: Undo) -> list[nn.Module]:
     """Replace each cut nn.MultiheadAttention by one that runs with fewer heads. Returns the new modules."""
@@ -332,23 +352,18 @@ def own_sizes(module: Any) -> dict[str, Any]:
 _NUMBER = re.compile(r"(?:(?P<config>\w+)\.)?(?P<name>\w+)(?:\[(?P<index>\d+)\])?")
 
 
-def numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+def numbers(holder: object, config: str = "") -> Iterator[tuple[str, int]]:
     """Yield every integer among a module's attributes: plain, in lists and tuples, and in its config."""
-    for name, value in vars(module).items():
-        if name.startswith("_"):
+    for key, value in vars(holder).items():
+        name = f"{config}{key}"
+        if key.startswith("_"):
             continue
-        yield from _numbers(name, value)
-        if "config" in name and hasattr(value, "__dict__"):
-            for key, inner in vars(value).items():
-                if not key.startswith("_"):
-                    yield from _numbers(f"{name}.{key}", inner)
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
-    if _is_int(value):
-        yield name, value
-    elif isinstance(value, (list, tuple)) and all(map(_is_int, value)):
-        yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
+        if _is_int(value):
+            yield name, value
+        elif isinstance(value, (list, tuple)) and all(map(_is_int, value)):
+            yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
+        elif "config" in key and not config and hasattr(value, "__dict__"):
+            yield from numbers(value, f"{name}.")
 
 
 def _is_int(value: Any) -> bool:

@@ -7,6 +7,7 @@ masking, on one short example if that takes the same path through the model as t
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -272,11 +273,8 @@ class Trial:
     def _last_straw(self, kept: Kept) -> str:
         """If only a combination is wrong: the dimension that makes it so, adding one after the other."""
         names = list(kept)
-        low, high = 0, len(names)  # names[:low] is right, names[:high] wrong
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._is_wrong(_part(kept, names[:middle])) else (middle, high)
-        return names[high - 1]
+        counts = range(1, len(names))  # all of them are wrong: the last need not be tried
+        return names[bisect_left(counts, True, key=lambda n: self._is_wrong(_part(kept, names[:n])))]
 
     def _is_wrong(self, kept: Kept) -> bool:
         outcome, _ = self._try(kept)

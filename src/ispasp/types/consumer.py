@@ -202,9 +202,16 @@ class Consumer(_Layer):
 
     role: ClassVar[str] = "consumer"
 
-    @abstractmethod
     def __call__(self, H: Tensor) -> Tensor:
         """A H in the dtype of H, without bias: H as the layer gets it."""
+        if not H.is_floating_point():  # integers would round the weight
+            H = H.to(torch.promote_types(self.weight.dtype, torch.float32))
+        out = self._apply(H, self.weight.to(H.dtype))
+        return out if self.scale is None else out * self.scale.to(H.dtype).reshape(-1, *(1,) * len(self.kernel))
+
+    @abstractmethod
+    def _apply(self, H: Tensor, weight: Tensor) -> Tensor:
+        """The map without its scale, by a weight in the dtype of H."""
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -224,10 +231,6 @@ class Consumer(_Layer):
         unit_of = self.unit_of()
         values = torch.where(unit_of >= 0, by_unit[unit_of.clamp(min=0)], 0.0)
         return values.reshape(-1, *(1,) * len(self.kernel))
-
-    def _floating(self, H: Tensor) -> Tensor:
-        # The map is computed in the dtype of H, and integers would round the weight.
-        return H if H.is_floating_point() else H.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def count_units(self) -> int:
         """Number of units: the largest index + 1."""
@@ -259,11 +262,9 @@ class LinearConsumer(Consumer):
     def ungrouped(self, weight: Tensor) -> Tensor:
         return weight[0]
 
-    def __call__(self, H: Tensor) -> Tensor:
-        """A H = scale * (H W^T), H (..., channels) -> (..., outputs)."""
-        H = self._floating(H)
-        out = F.linear(H, self.weight.to(H.dtype))
-        return out if self.scale is None else out * self.scale.to(H.dtype)
+    def _apply(self, H: Tensor, weight: Tensor) -> Tensor:
+        """H W^T, H (..., channels) -> (..., outputs)."""
+        return F.linear(H, weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,13 +304,9 @@ class ConvConsumer(Consumer):
     def ungrouped(self, weight: Tensor) -> Tensor:
         return (weight.transpose(1, 2) if self.geometry.transposed else weight).flatten(0, 1)
 
-    def __call__(self, H: Tensor) -> Tensor:
-        """A H = scale * conv(H, W), H (batch, channels, *size) -> (batch, outputs, *output size)."""
-        H = self._floating(H)
-        out = self.geometry.apply(H, self.weight.to(H.dtype))
-        if self.scale is None:
-            return out
-        return out * self.scale.to(H.dtype).reshape(-1, *(1,) * len(self.kernel))
+    def _apply(self, H: Tensor, weight: Tensor) -> Tensor:
+        """conv(H, W), H (batch, channels, *size) -> (batch, outputs, *output size)."""
+        return self.geometry.apply(H, weight)
 
 
 def patches(consumer: Consumer, H: Tensor) -> Tensor:

@@ -353,10 +353,8 @@ class Selection:
         shown = ", ".join(map(str, self.kept[:8])) + (", ..." if len(self.kept) > 8 else "")
         text = f"kept {len(self.kept)} units [{shown}], iterations={self.iterations}, converged={self.converged}"
         last = self.steps[-1] if self.steps else self.start
-        for label, first, final in (
-            ("moment residual", self.start.moment_residual, last.moment_residual),
-            ("residual", self.start.residual, last.residual),
-        ):
+        for name in ("moment_residual", "residual"):
+            first, final = getattr(self.start, name), getattr(last, name)
             if first is not None and final is not None:
-                text += f", {label} {first:.4g} -> {final:.4g}"
+                text += f", {name.replace('_', ' ')} {first:.4g} -> {final:.4g}"
         return f"Selection({text})"

@@ -15,7 +15,7 @@ from ispasp.graph.track import Tracker, Value, common_parameters, fresh, listed,
 EACH = """
 relu relu_ gelu gelu_ silu silu_ sigmoid sigmoid_ tanh tanh_ elu elu_ selu selu_ celu celu_ mish mish_ softplus
 hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ leaky_relu leaky_relu_ relu6 relu6_
-threshold threshold_ log_sigmoid softshrink hardshrink rrelu rrelu_ softsign
+threshold threshold_ log_sigmoid softshrink hardshrink rrelu rrelu_
 exp exp_ exp2 expm1 log log2 log10 log1p sqrt sqrt_ rsqrt rsqrt_ reciprocal abs abs_ neg neg_ sign sgn square sin cos
 tan asin acos atan sinh cosh erf erfc erfinv ceil floor round trunc frac logit bitwise_not logical_not isnan isinf
 isfinite clone contiguous detach detach_ alias dropout dropout_ feature_dropout alpha_dropout lift_fresh_copy lift
@@ -25,7 +25,7 @@ to.dtype to.device to.dtype_layout add.Scalar add_.Scalar sub.Scalar sub_.Scalar
 pow pow_ mul mul_ multiply multiply_ div div_ divide divide_ true_divide true_divide_ remainder fmod floor_divide
 eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__
 where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill masked_fill_ fill fill_ copy copy_
-complex polar imag angle atan2 maximum minimum max.other min.other addcmul addcdiv lerp xlogy prelu_kernel
+complex polar imag angle atan2 maximum minimum max.other min.other addcmul addcdiv lerp xlogy
 """
 
 
@@ -132,18 +132,10 @@ def _product(t: Tracker, node: fx.Node, a: Named, b: Named, dim_a: int, dim_b: i
 
 @rule("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution")
 def _convolution(
-    t: Tracker,
-    node: fx.Node,
-    x: Value,
-    weight: Value,
-    bias: Value | None = None,
-    groups: int = 1,
-    transposed: bool | None = None,
-    **_: Any,
+    t: Tracker, node: fx.Node, x: Value, weight: Value, bias: Value | None, groups: int, **rest: Any
 ) -> Value:
     """Channels in groups; space is frozen."""
-    if transposed is None:
-        transposed = "transpose" in str(node.target)
+    transposed = rest.get("transposed", "transpose" in str(node.target))
     spatial = len(weight.axes) - 2
     channel = len(x.axes) - spatial - 1  # 0 without a batch axis
     t.freeze(node, x, range(channel + 1, len(x.axes)), "is spatial")
@@ -289,14 +281,7 @@ def _grouped_product(t: Tracker, node: fx.Node, **operands: Any) -> Value:
 
 @rule("scaled_dot_product_attention")
 def _attention(
-    t: Tracker,
-    node: fx.Node,
-    query: Value,
-    key: Value,
-    value: Value,
-    attn_mask: Value | None = None,
-    enable_gqa: bool = False,
-    **_: Any,
+    t: Tracker, node: fx.Node, query: Value, key: Value, value: Value, enable_gqa: bool, **rest: Any
 ) -> Value:
     """softmax(q k^T) v: batch axes run in parallel, the embedding of q and k is summed over."""
     t.unite(node, query.axes[-1], key.axes[-1])
@@ -315,7 +300,7 @@ def _attention(
         mark(*batch, head=True)
     for summed in (query.axes[-1], value.axes[-1]):
         t.multiplies([*batch, query.axes[-2], key.axes[-2], summed])
-    if attn_mask is not None:
+    if (attn_mask := rest["attn_mask"]) is not None:
         for own, axis in zip(reversed(batch), reversed(attn_mask.axes[:-2]), strict=False):
             if length(axis) != 1:
                 t.unite(node, own, axis)

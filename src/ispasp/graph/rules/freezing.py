@@ -52,7 +52,7 @@ def _averages_norms(node: fx.Node) -> bool:
 @rule(
     """
     softmax.int _softmax log_softmax.int _log_softmax cumsum cumprod sort.default sort.stable argsort.default
-    argsort.stable flip roll diff.default cummax cummin logcumsumexp softmin topk
+    argsort.stable flip roll diff.default cummax cummin logcumsumexp topk
     """
 )
 def _along_an_axis(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
