@@ -28,8 +28,7 @@ from ispasp.graph.trace import check_model, evaluating, named_tensors, run_and_r
 from ispasp.report import Column, Printed, Sheet, change, figures, told, track
 from ispasp.report.html import comparison
 from ispasp.result import Result
-from ispasp.select import Selector, selector
-from ispasp.select import methods as all_methods
+from ispasp.select import Selector, methods as all_methods, selector
 from ispasp.train.mimic import pair
 from ispasp.types.dimension import Cost, distinct
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ispasp._apply import apply_
 from ispasp._heal import check_student
-from ispasp._keep import Recipe as PruningRecipe
-from ispasp._keep import widths
+from ispasp._keep import Recipe as PruningRecipe, widths
 from ispasp._survey import Survey, survey
 from ispasp.engine.batches import batches_in, first_in
 from ispasp.engine.sites import units_along

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ispasp.engine.batches import ENOUGH, InputOf, count_examples, held_out, inputs_in
-from ispasp.engine.team import SAME_OPTIONS, Team, alike, joined_team, weights_alike
-from ispasp.engine.team import plain as comparable
+from ispasp.engine.team import SAME_OPTIONS, Team, alike, joined_team, plain as comparable, weights_alike
 from ispasp.errors import InputError
 from ispasp.graph.state import plain, random_numbers_kept
 from ispasp.graph.trace import Batch, check_model

@@ -110,7 +110,7 @@ def expect(net: MaskedNetwork) -> Expected:
         found = replace(found, precise=_precise(net))
     if found.unproved:
         # not weight_norm's tensors: surgery rescales them by their values
-        norms = {name for each in net.analysis.walks for v, g, _ in each.weight_norms for name in (v, g)}
+        norms = {name for walk in net.analysis.walks for norm in walk.weight_norms for name in (norm.v, norm.g)}
         values = stirred_tensors(net.tensors, net.edits.tensors)
         values = {name: value for name, value in values.items() if name not in norms}
         other = _masked(net, stirred_batch(example), graphs.of(example), values)

@@ -20,8 +20,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook as on_module
-from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
+from torch.nn.modules.module import (
+    register_module_module_registration_hook as on_module,
+    register_module_parameter_registration_hook as on_parameter,
+)
 
 from ispasp.errors import MissingExtraError, PlanError, SaveError, needed
 from ispasp.files import TensorFile, digest, folder_path, is_regular, memory, opened, parsed, read_bytes

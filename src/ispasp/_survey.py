@@ -28,7 +28,6 @@ from ispasp.types.dimension import (
     HiddenDimension,
     Structure,
     TensorLayout,
-    WeightNorm,
     full_length,
     names_in,
     without,
@@ -235,8 +234,7 @@ def _structure(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) ->
             found[module, name] = Attribute(module, name, extent)
     for item in _attention_heads(model, analysis):
         found[item.module, item.name] = item
-    weight_norms = dict.fromkeys(row for walk in analysis.walks for row in walk.weight_norms)
-    norms = tuple(WeightNorm(v, g, dim) for v, g, dim in weight_norms)
+    norms = tuple(dict.fromkeys(norm for walk in analysis.walks for norm in walk.weight_norms))
     units = {item.name: item.atom.size for item in chosen}
     return Structure(type(model).__name__, units, tensors, tuple(found.values()), norms)
 

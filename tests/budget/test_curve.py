@@ -7,8 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ispasp.budget import Curve, curve, error_curve
 from ispasp.engine import measure

@@ -7,8 +7,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 
 import ispasp
 from support.naive import Written

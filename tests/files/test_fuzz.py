@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from support.files_fuzz import KINDS, one_case
 

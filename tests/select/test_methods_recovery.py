@@ -8,10 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn.linear_model import Lasso as SklearnLasso
-from sklearn.linear_model import lars_path, orthogonal_mp, orthogonal_mp_gram
+from hypothesis import given, settings, strategies as st
+from sklearn.linear_model import Lasso as SklearnLasso, lars_path, orthogonal_mp, orthogonal_mp_gram
 from torch import Tensor
 from torch.testing import assert_close
 

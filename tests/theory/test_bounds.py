@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from ispasp.errors import InputError
 from ispasp_lab import reference

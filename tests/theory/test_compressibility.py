@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from ispasp.errors import InputError
 from ispasp_lab.theory import RowCompressibility, best_split, row_compressibility

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ispasp_lab import reference
 from ispasp_lab.theory import assumption1, best_split, lemma1, lemma2, mu, theorem1, theorem3, theorem3_as_printed

@@ -4,8 +4,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ispasp.errors import InputError
 from ispasp_lab import reference

@@ -88,10 +88,9 @@ def checked(problem: WidthProblem, found: object) -> dict[str, int]:
         raise InputError(f"the search returned {found!r:.80}: return a width for each of {', '.join(problem.units)}")
     widths = {name: int(width) for name, width in found.items()}
     for name, width in widths.items():
-        if not problem.least[name] <= width <= problem.units[name]:
-            raise InputError(
-                f"the search gave {name}={width}: return {problem.least[name]} to {problem.units[name]} units"
-            )
+        least, units = problem.least[name], problem.units[name]
+        if not least <= width <= units:
+            raise InputError(f"the search gave {name}={width}: return {least} to {units} units")
     if problem.count(widths) > problem.limit:
         raise InputError(f"the search's widths count {problem.count(widths):,}, above the limit of {problem.limit:,}")
     return widths

@@ -217,15 +217,13 @@ def _check(consumer: Consumer, H: Tensor, needs: Collection[str]) -> None:
     unknown = set(needs) - set(measurable())
     if unknown:
         raise InputError(f"unknown statistic {sorted(unknown)}: choose from {measurable()}")
-    conv = isinstance(consumer, ConvConsumer)
+    conv, shape = isinstance(consumer, ConvConsumer), tuple(H.shape)
     axes = consumer.weight.ndim if conv else max(H.ndim, 1)
     if H.ndim != axes or H.shape[1 if conv else -1] != consumer.channels:
         expected = f"(batch, {consumer.channels}, *size)" if conv else f"(..., {consumer.channels})"
-        raise InputError(
-            f"activations of shape {tuple(H.shape)} do not fit a consumer of {expected}: pass the layer's input"
-        )
+        raise InputError(f"activations of shape {shape} do not fit a consumer of {expected}: pass the layer's input")
     if H.numel() == 0:
-        raise InputError(f"activations of shape {tuple(H.shape)} hold no data: pass at least one example")
+        raise InputError(f"activations of shape {shape} hold no data: pass at least one example")
 
 
 class Tally:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ispasp.engine.wire import Wire, added, outline
-from ispasp.errors import DistributedError, InputError
+from ispasp.errors import DistributedError, InputError, failing_as
 from ispasp.files import digest as tensor_digest
 from ispasp.graph.trace import Trace, named_tensors
 from ispasp.types import Statistics
@@ -286,12 +286,8 @@ def _tensor_fact(name: str, tensor: Tensor) -> str:
             f"{name!r} is sharded over processes (a {type(tensor).__name__}): gather the whole model on every rank "
             "before, e.g. with torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)"
         )
-    try:
+    what = f"the values of {name!r}, a {type(tensor).__name__}, cannot be compared between ranks"
+    with failing_as(InputError, what, "prune in one process, or before the model is quantised or wrapped"):
         dense = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach().to_dense()
         seen = tensor_digest({name: dense.cpu().resolve_conj().resolve_neg().contiguous()}, kind)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise InputError(
-            f"the values of {name!r}, a {type(tensor).__name__}, cannot be compared between ranks ({error}): prune "
-            "in one process, or before the model is quantised or wrapped"
-        ) from error
     return f"{kind} sha256:{seen[:16]}"

@@ -183,11 +183,9 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind.name)
         sources[spec.arg.name] = Source(kind, str(spec.target)) if kind else Source("input", spec.arg.name)
-    for node in writes(program.graph):  # parameters are not copied, so they could not be restored
-        if node.op == "placeholder" and sources[node.name].kind == "parameter":
-            raise TraceError(
-                f"the forward writes into its parameter {sources[node.name].name!r}: compute a new value instead"
-            )
+    for source in (sources[node.name] for node in writes(program.graph) if node.op == "placeholder"):
+        if source.kind == "parameter":  # parameters are not copied, so they could not be restored
+            raise TraceError(f"the forward writes into its parameter {source.name!r}: compute a new value instead")
     return Trace(program.graph_module, sources, dict(program.constants), program.call_spec.out_spec)
 
 

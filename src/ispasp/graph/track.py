@@ -18,6 +18,7 @@ from ispasp.errors import InputError
 from ispasp.graph.atoms import UNKNOWN, Axis, Reason, freeze, length, new_axis, unite
 from ispasp.graph.ops import Operand, given_to, overloads
 from ispasp.graph.trace import Trace, mutates
+from ispasp.types.dimension import WeightNorm
 
 Rule = Callable[..., Any]
 Data = tuple[Operand, Sequence[int]]  # an argument of an op, and the dimensions of it that are contracted
@@ -135,7 +136,7 @@ class Tracker:
         self.sizes: list[tuple[str, str, Axis]] = []  # parameter, attribute of its module, what it counts
         self.products: list[tuple[Axis, ...]] = []  # the lengths whose product is the MACs of an op
         self.tables: list[Value] = []  # weights of embeddings
-        self.weight_norms: list[tuple[str, str, int]] = []  # v, g, dim
+        self.weight_norms: list[WeightNorm] = []
         self.unread = _unread(trace.graph)
         for node in trace.graph.nodes:
             if node.op == "placeholder":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -36,24 +35,18 @@ def materialised(model: nn.Module) -> Iterator[bool]:
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
         yield False
         return
-    dispatch = _take_off(model)
+    hooks = {path: module._hf_hook for path, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    devices = _load(model, hooks)
+    methods = {path: _unhooked(model.get_submodule(path)) for path in hooks}
+    model.to("cpu")
     try:
         yield True
     finally:
-        _put_back(model, dispatch)
+        _put_back(model, hooks, methods, devices)
 
 
-@dataclass(frozen=True, eq=False)
-class _Dispatch:
-    """State that accelerate put on a model: hooks and guarded methods by module, devices by tensor."""
-
-    hooks: Mapping[str, Any]
-    methods: Mapping[str, Mapping[str, Any]]
-    devices: Mapping[str, torch.device]
-
-
-def _take_off(model: nn.Module) -> _Dispatch:
-    hooks = {path: module._hf_hook for path, module in model.named_modules() if hasattr(module, "_hf_hook")}
+def _load(model: nn.Module, hooks: Mapping[str, Any]) -> dict[str, torch.device]:
+    """Load what hooks keep elsewhere; returns the devices of all other tensors."""
     offloading = [(hook, _names(model, path, hook)) for path, hook in _offloading(hooks)]
     held = {full: (hook.weights_map, name) for hook, names in offloading for name, full in names}
     tensors = named_tensors(model)
@@ -66,9 +59,7 @@ def _take_off(model: nn.Module) -> _Dispatch:
         if tensors[name].is_meta:
             _accelerate().set_module_tensor_to_device(model, name, "cpu", value=weights[key])
     _tie(model, held)
-    methods = {path: _unhooked(model.get_submodule(path)) for path in hooks}
-    model.to("cpu")
-    return _Dispatch(hooks, methods, devices)
+    return devices
 
 
 def _unhooked(module: nn.Module) -> dict[str, Any]:
@@ -82,18 +73,20 @@ def _unhooked(module: nn.Module) -> dict[str, Any]:
     return {name: before[name] for name in gone}
 
 
-def _put_back(model: nn.Module, dispatch: _Dispatch) -> None:
+def _put_back(
+    model: nn.Module, hooks: Mapping[str, Any], methods: Mapping[str, Any], devices: Mapping[str, torch.device]
+) -> None:
     utils, modules = _accelerate(), dict(model.named_modules())
     for name, tensor in named_tensors(model).items():
-        _move(tensor, dispatch.devices.get(name, tensor.device))
+        _move(tensor, devices.get(name, tensor.device))
     tied = utils.find_tied_parameters(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     pointers: dict[int, dict[Any, Tensor]] = {named[name].data_ptr(): {} for group in tied for name in group}
     add = import_module("accelerate.hooks").add_hook_to_module
-    for path, hook in dispatch.hooks.items():
+    for path, hook in hooks.items():
         if path in modules:
             add(modules[path], _renewed(hook, pointers))
-            for name, method in dispatch.methods[path].items():
+            for name, method in methods[path].items():
                 setattr(modules[path], name, method)
     utils.retie_parameters(model, tied)
 

@@ -9,41 +9,29 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from ispasp.engine import measure as measure
-from ispasp.select.activations import FLAP as FLAP
-from ispasp.select.activations import Spread as Spread
-from ispasp.select.activations import Taylor as Taylor
-from ispasp.select.activations import TopK as TopK
-from ispasp.select.activations import Wanda as Wanda
-from ispasp.select.base import METHODS
-from ispasp.select.base import ByScore as ByScore
-from ispasp.select.base import Found as Found
-from ispasp.select.base import Score as Score
-from ispasp.select.base import Scored as Scored
-from ispasp.select.base import Search as Search
-from ispasp.select.base import Selector as Selector
-from ispasp.select.base import methods as methods
-from ispasp.select.base import option as option
-from ispasp.select.base import register as register
-from ispasp.select.base import selector as selector
-from ispasp.select.base import sum_by_unit as sum_by_unit
-from ispasp.select.coreset import PFP as PFP
-from ispasp.select.coreset import Coreset as Coreset
-from ispasp.select.evidence import Evidence as Evidence
-from ispasp.select.evidence import energy as energy
-from ispasp.select.gfs import GFS as GFS
-from ispasp.select.gfs import GFSConvex as GFSConvex
-from ispasp.select.gfs import GFSLocal as GFSLocal
-from ispasp.select.ispasp import ISpaSP as ISpaSP
-from ispasp.select.ispasp import i_spasp as i_spasp
+from ispasp.select.activations import FLAP as FLAP, Spread as Spread, Taylor as Taylor, TopK as TopK, Wanda as Wanda
+from ispasp.select.base import (
+    METHODS,
+    ByScore as ByScore,
+    Found as Found,
+    Score as Score,
+    Scored as Scored,
+    Search as Search,
+    Selector as Selector,
+    methods as methods,
+    option as option,
+    register as register,
+    selector as selector,
+    sum_by_unit as sum_by_unit,
+)
+from ispasp.select.coreset import PFP as PFP, Coreset as Coreset
+from ispasp.select.evidence import Evidence as Evidence, energy as energy
+from ispasp.select.gfs import GFS as GFS, GFSConvex as GFSConvex, GFSLocal as GFSLocal
+from ispasp.select.ispasp import ISpaSP as ISpaSP, i_spasp as i_spasp
 from ispasp.select.lasso import Lasso as Lasso
-from ispasp.select.norm import FPGM as FPGM
-from ispasp.select.norm import L1 as L1
-from ispasp.select.norm import L2 as L2
-from ispasp.select.norm import Slimming as Slimming
-from ispasp.select.obs import OBS as OBS
-from ispasp.select.obs import FisherOBS as FisherOBS
-from ispasp.select.pursuit import CoSaMP as CoSaMP
-from ispasp.select.pursuit import SubspacePursuit as SubspacePursuit
+from ispasp.select.norm import FPGM as FPGM, L1 as L1, L2 as L2, Slimming as Slimming
+from ispasp.select.obs import OBS as OBS, FisherOBS as FisherOBS
+from ispasp.select.pursuit import CoSaMP as CoSaMP, SubspacePursuit as SubspacePursuit
 from ispasp.select.random import Random as Random
 from ispasp.select.thinet import ThiNet as ThiNet
 from ispasp.select.units import select_units as select_units

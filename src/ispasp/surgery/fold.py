@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from ispasp.errors import InputError, PlanError
+from ispasp.errors import InputError, PlanError, failing_as
 from ispasp.graph.analyse import Analysis, analyse, owner
 from ispasp.graph.atoms import UNKNOWN, atoms_of
 from ispasp.graph.state import uninterrupted
@@ -236,10 +236,8 @@ def _free(analysis: Analysis) -> dict[str, int]:
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
     """The module at a path that a plan names."""
-    try:
+    with failing_as(PlanError, f"{type(model).__name__} has no module {path!r}", "build the model of the plan"):
         return model.get_submodule(path)
-    except AttributeError as error:
-        raise PlanError(f"{type(model).__name__} has no module {path!r}: build the model of the plan") from error
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

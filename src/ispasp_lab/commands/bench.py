@@ -375,8 +375,7 @@ def bounds(
     as_json: Json = False,
 ) -> None:
     """Upper bounds on the change of the output from layer errors, beside the measured change."""
-    from ispasp_lab.benchmarks import bounds as experiment
-    from ispasp_lab.benchmarks import bounds_zoo
+    from ispasp_lab.benchmarks import bounds as experiment, bounds_zoo
 
     if zoo:
         _show(bounds_zoo, list(bounds_zoo.run(zoo, keep)), as_json)

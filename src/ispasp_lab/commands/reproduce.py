@@ -56,8 +56,7 @@ def mnist(
     """Two-layer networks on MNIST: i-SpaSP, GFS and Top-K before and after fine-tuning (Section 6.2, Appendix A.2)."""
     from dataclasses import replace
 
-    from ispasp_lab.experiments import mnist as experiment
-    from ispasp_lab.experiments import mnist_report
+    from ispasp_lab.experiments import mnist as experiment, mnist_report
     from ispasp_lab.experiments.mnist_network import Settings
 
     writable(out)
@@ -86,8 +85,7 @@ def runtime(
     """Seconds to prune ResNet34 blocks 2 and 15 with i-SpaSP and the variants of GFS (Section 4.2)."""
     from dataclasses import replace
 
-    from ispasp_lab.experiments import runtime as experiment
-    from ispasp_lab.experiments import runtime_report
+    from ispasp_lab.experiments import runtime as experiment, runtime_report
 
     writable(out)
     settings = replace(experiment.QUICK if quick else experiment.Settings(), seed=seed)
@@ -178,8 +176,7 @@ def heads(
     quick: Annotated[bool, typer.Option("--quick", help="A small version in under two minutes.")] = False,
 ) -> None:
     """Attention heads of a BERT: i-SpaSP, random, sensitivities; pruned and fine-tuned (Section 6.4, Appendix A.4)."""
-    from ispasp_lab.experiments import heads as experiment
-    from ispasp_lab.experiments import heads_report
+    from ispasp_lab.experiments import heads as experiment, heads_report
     from ispasp_lab.experiments.heads_network import Settings
 
     writable(out)

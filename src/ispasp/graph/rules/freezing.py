@@ -9,6 +9,7 @@ from torch import fx
 
 from ispasp.graph.atoms import Reason, flatten, freeze, length, split
 from ispasp.graph.track import Tracker, Value, common_parameters, freeze_all, fresh, listed, rule
+from ispasp.types.dimension import WeightNorm
 
 # Reductions ---------------------------------------------------------------------------------------------------------
 _GRN = (
@@ -117,7 +118,7 @@ def _group_norm(
 @rule("_weight_norm.default")
 def _weight_norm(t: Tracker, node: fx.Node, v: Value, g: Value, dim: int = 0) -> Value:
     """g v / ||v||: the norm runs over all axes but `dim`; surgery corrects g for what they lose."""
-    t.weight_norms += [(a, b, dim) for a in v.parameters for b in g.parameters]
+    t.weight_norms += [WeightNorm(a, b, dim) for a in v.parameters for b in g.parameters]
     return Value(v.with_axis(dim, t.unite(node, v.axes[dim], g.axes[dim])).axes, v.parameters | g.parameters)
 
 
