@@ -11,27 +11,15 @@ from torch import nn
 from ispasp._keep import Keep, widths
 from ispasp.engine.batches import count_examples, one_batch
 from ispasp.errors import InputError, NothingToPruneError
-from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model, owner
-from ispasp.graph.atoms import atoms_of
+from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.graph.trace import Batch, check_model
 from ispasp.report import Column, Printed, Sheet, told
-from ispasp.surgery.attention import SlimMultiheadAttention
+from ispasp.surgery.corrections import structure_of
 from ispasp.surgery.fold import Folding, folding, to_fold
-from ispasp.surgery.remove import read_number
 from ispasp.surgery.trial import Trial
 from ispasp.surgery.verify import zeros_replaced
-from ispasp.types.dimension import (
-    Attribute,
-    Cost,
-    FrozenAxis,
-    HiddenDimension,
-    Structure,
-    TensorLayout,
-    full_length,
-    names_in,
-    without,
-)
+from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension, Structure, full_length, names_in
 from ispasp.types.plan import Plan
 
 Kind: TypeAlias = Literal["neuron", "filter", "head"]
@@ -191,7 +179,7 @@ def _survey(
     reasons = {found.name: _left_out(found, scope, kinds) for found in analysis.found}
     chosen = [found for found in analysis.found if not reasons[found.name]]
     analysis = analysis.naming(chosen)
-    structure = _structure(model, analysis, chosen)
+    structure = structure_of(model, analysis)
     if check:
         trial = Trial(model, batch, analysis, structure)
         with zeros_replaced(model):
@@ -199,8 +187,7 @@ def _survey(
         reasons |= trial.refused
         chosen = [found for found in chosen if found.name not in trial.refused]
         analysis = analysis.naming(chosen)
-        structure = _structure(model, analysis, chosen)
-        structure = _with_corrections(structure, trial.structure.attributes, set(trial.refused))
+        structure = structure_of(model, analysis, trial.structure.attributes)
     frozen = [FrozenAxis(name, reason.text, reason.node) for name, reason in analysis.frozen]
     frozen += [FrozenAxis(name, why) for name, why in reasons.items() if why]
     if not chosen:
@@ -218,45 +205,6 @@ def _left_out(found: Found, scope: str, kinds: Collection[str]) -> str:
     if found.atom.stream and not found.atom.head and scope == "blocks":
         return "is a residual stream: several producers are added on it (scope='all' takes it in)"
     return "has one unit only" if found.atom.size < 2 else ""
-
-
-def _structure(model: nn.Module, analysis: Analysis, chosen: Sequence[Found]) -> Structure:
-    tensors = {}
-    for name, value in analysis.tensors.items():
-        extents = [analysis.extent(axis) for axis in value.axes]
-        axes = {k: extent for k, extent in enumerate(extents) if names_in(extent)}
-        if axes:
-            tensors[name] = TensorLayout(tuple(map(full_length, extents)), axes)
-    found = {}
-    for parameter, name, axis in (size for walk in analysis.walks for size in walk.sizes):
-        module, extent = owner(parameter), analysis.extent(axis)
-        if names_in(extent) and read_number(model.get_submodule(module), name) == full_length(extent):
-            found[module, name] = Attribute(module, name, extent)
-    for item in _attention_heads(model, analysis):
-        found[item.module, item.name] = item
-    norms = tuple(dict.fromkeys(norm for walk in analysis.walks for norm in walk.weight_norms))
-    units = {item.name: item.atom.size for item in chosen}
-    return Structure(type(model).__name__, units, tensors, tuple(found.values()), norms)
-
-
-def _attention_heads(model: nn.Module, analysis: Analysis) -> list[Attribute]:
-    """`num_heads` of torch's attention modules, which the graph does not show."""
-    found = []
-    for path, module in model.named_modules():
-        value = analysis.tensors.get(f"{path}.out_proj.weight")
-        if value is None or not isinstance(module, (nn.MultiheadAttention, SlimMultiheadAttention)):
-            continue
-        for atom in atoms_of(value.axes[1]):
-            if atom in analysis.names and atom.size == module.num_heads:
-                found.append(Attribute(path, "num_heads", (((analysis.names[atom], atom.size),),)))
-    return found
-
-
-def _with_corrections(structure: Structure, found: Sequence[Attribute], refused: set[str]) -> Structure:
-    """Add the corrections that the trial found, without the dimensions that it refused."""
-    known = {(a.module, a.name) for a in structure.attributes}
-    more = [replace(a, extent=without(a.extent, refused)) for a in found if (a.module, a.name) not in known]
-    return replace(structure, attributes=(*structure.attributes, *(a for a in more if names_in(a.extent))))
 
 
 def _read_or_made(structure: Structure, path: str) -> frozenset[str]:

@@ -32,10 +32,10 @@ def materialised(model: nn.Module) -> Iterator[bool]:
     >>> model.weight.device.type, model(torch.ones(1, 2)).shape
     ('meta', torch.Size([1, 3]))
     """
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    hooks = {path: module._hf_hook for path, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    if not hooks:
         yield False
         return
-    hooks = {path: module._hf_hook for path, module in model.named_modules() if hasattr(module, "_hf_hook")}
     devices = _load(model, hooks)
     methods = {path: _unhooked(model.get_submodule(path)) for path in hooks}
     model.to("cpu")

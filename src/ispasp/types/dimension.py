@@ -127,6 +127,10 @@ class Attribute:
     name: str
     extent: Extent
 
+    def without(self, names: Collection[str]) -> Attribute:
+        """The same attribute with these hidden dimensions left whole."""
+        return replace(self, extent=without(self.extent, names))
+
 
 @dataclass(frozen=True)
 class WeightNorm:

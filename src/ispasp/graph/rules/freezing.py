@@ -22,14 +22,15 @@ def _name(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
 
 
-@rule(
-    """
+_REDUCTIONS = """
     mean.dim mean.default sum.dim_IntList sum.default amax amin max.dim min.dim max.default min.default prod.dim_int
     var.dim var.correction std.dim std.correction var.default std.default var_mean.correction var_mean.dim
     linalg_vector_norm norm.ScalarOpt_dim norm.Scalar norm.ScalarOpt_dim_dtype argmax argmin logsumexp
     any.dim all.dim any.default all.default any.dims all.dims median.dim
-    """
-)
+"""
+
+
+@rule(_REDUCTIONS)
 def _reduction(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
     dim, rank = arguments.get("dim"), len(x.axes)
     dims = [dim] if isinstance(dim, int) else dim
@@ -50,12 +51,13 @@ def _averages_norms(node: fx.Node) -> bool:
     return any(_name(user) == "div" and norm in user.args and near & {*user.args} for user in norm.users)
 
 
-@rule(
-    """
+_ALONG_AN_AXIS = """
     softmax.int _softmax log_softmax.int _log_softmax cumsum cumprod sort.default sort.stable argsort.default
     argsort.stable flip roll diff.default cummax cummin logcumsumexp topk
-    """
-)
+"""
+
+
+@rule(_ALONG_AN_AXIS)
 def _along_an_axis(t: Tracker, node: fx.Node, x: Value, **arguments: Any) -> Any:
     dim = arguments.get("dim", arguments.get("dims", -1))
     dims = list(range(len(x.axes))) if dim in (None, []) else [dim] if isinstance(dim, int) else dim
