@@ -21,7 +21,7 @@ from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain, uninterrupted
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.fold import folding
-from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remember_, remove_, removed, zero_
+from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remove_, removed, zero_
 from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, tolerance
 from ispasp.types.plan import Plan
 
@@ -55,7 +55,6 @@ def apply_(
         if batch is None:
             with fitting(inner), all_or_nothing() as undo:
                 remove_(inner, plan, undo, optimizer)
-                remember_(inner, plan, undo)
         else:
             batch = one_batch(inner, batch)
             if checked_by is None:  # it folds what a survey folds
@@ -84,7 +83,6 @@ def _apply_and_verify(
     with all_or_nothing() as undo:
         with fitting(model):
             remove_(model, plan, undo, optimizer)
-        remember_(model, plan, undo)
         try:
             evidence = compared(expected, model, plan)
             problem = "" if evidence.holds else f"relative error {evidence.error:.1e}"

@@ -45,7 +45,7 @@ from ispasp.integrations.offload import materialised
 from ispasp.result import Evidence, Result, result_of
 from ispasp.select import Score, Selector
 from ispasp.surgery.fold import Folding, folding
-from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remember_, remove_, set_data
+from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, remove_, set_data
 from ispasp.surgery.trial import Trial
 from ispasp.surgery.verify import zeros_replaced
 from ispasp.train.objective import LabelLoss
@@ -237,7 +237,6 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
         evidence = _verify(work, done, plan, expected, undo)
         if options.recalibrate:
             recalibrate_(model, work.inputs.again(), ranks, undo)
-        remember_(model, plan, undo)
         gain = None if teacher is None else _heal(work, teacher, undo)
         agreement = judge.agreement(model, ranks)
         scores = Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None

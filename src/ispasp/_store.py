@@ -35,17 +35,7 @@ from ispasp.files import (
     write_tensors,
 )
 from ispasp.graph.state import plain
-from ispasp.surgery.remove import (
-    Undo,
-    all_or_nothing,
-    fitting,
-    plans_of,
-    read_number,
-    remember_,
-    remove_,
-    set_data,
-    write_number,
-)
+from ispasp.surgery.remove import Undo, all_or_nothing, fitting, plans_of, read_number, remove_, set_data, write_number
 from ispasp.types.dimension import full_length, kept_length
 from ispasp.types.plan import Plan
 
@@ -165,7 +155,6 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
                 with fitting(inner):
                     remove_(inner, saved.plan, undo)
                 _fill(inner, saved, tensors, undo)
-                remember_(inner, saved.plan, undo)
     return model
 
 

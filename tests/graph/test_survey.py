@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ispasp
-from ispasp._survey import _with_corrections
 from ispasp.graph.analyse import analyse
-from ispasp.types.dimension import Attribute, Structure
+from ispasp.surgery.corrections import structure_of
+from ispasp.types.dimension import Attribute
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -191,11 +191,11 @@ def test_only_one_module_touches_torch_export() -> None:
 
 
 def test_a_number_that_counts_a_refused_dimension_too_is_still_corrected() -> None:
-    structure = Structure("Net", {"a": 4}, {})
-    both, gone = ((("a", 4),), (("b", 8),)), ((("b", 8),),)
+    model = net()
+    both, gone = ((("0", 8),), (("b", 8),)), ((("b", 8),),)
     found = [Attribute("mix", "splits[1]", both), Attribute("mix", "splits[0]", gone)]
-    corrected = _with_corrections(structure, found, {"b"})
-    assert corrected.attributes == (Attribute("mix", "splits[1]", ((("a", 4),), ((None, 8),))),)
+    corrected = structure_of(model, analyse(model, X), found)
+    assert corrected.attributes == (Attribute("mix", "splits[1]", ((("0", 8),), ((None, 8),))),)
 
 
 _PLAIN = """

@@ -122,8 +122,7 @@ class TaskLoss:
 
     def __call__(self, masks: Tensor, step: int) -> Tensor:
         """Loss of each mask (m, units) on the mini-batch of the step, averaged over ranks. (m,)"""
-        number = step % len(self.pairs)
-        losses = torch.stack([self._loss(mask, number) for mask in masks.bool()])
+        losses = torch.stack([self._loss(mask, step % len(self.pairs)) for mask in masks.bool()])
         total: Tensor = self.team.sum_tensors({"loss": losses.double()})["loss"]
         return total / self.team.size
 

@@ -67,11 +67,6 @@ def plans_of(model: nn.Module) -> tuple[Plan, ...]:
     return found
 
 
-def remember_(model: nn.Module, plan: Plan, undo: Undo) -> None:
-    """Record that the plan was applied to the model."""
-    record_(model, (*plans_of(model), plan), undo)
-
-
 def record_(model: nn.Module, plans: tuple[Plan, ...], undo: Undo) -> None:
     """Replace the plans on record."""
     before = plans_of(model)
@@ -106,7 +101,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 
 
 def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Remove every unit that the plan does not keep. Names, ties, dtypes and devices stay."""
+    """Remove every unit that the plan does not keep, and record the plan. Names, ties, dtypes and devices stay."""
     layers = Folding(model)
     undo.callback(layers.restore)
     layers.fold(plan.structure.folded)
@@ -135,6 +130,7 @@ def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Opt
     swapped = _swap_attentions(model, plan, touched, undo)
     _correct_attributes(model, plan, swapped, undo)
     _correct_layers(model, plan, touched, undo)
+    record_(model, (*plans_of(model), plan), undo)
 
 
 def _add_biases(model: nn.Module, plan: Plan, undo: Undo) -> None:

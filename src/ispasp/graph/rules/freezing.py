@@ -103,18 +103,16 @@ def _layer_norm(t: Tracker, node: fx.Node, x: Value, normalized_shape: list[int]
 
 
 @rule("group_norm.default")
-def _group_norm(
-    t: Tracker, node: fx.Node, x: Value, num_groups: int, weight: Value | None, bias: Value | None, **_: Any
-) -> Value:
+def _group_norm(t: Tracker, node: fx.Node, x: Value, num_groups: int, **rest: Any) -> Value:
     """Whole groups can go; inside a group channels are averaged over."""
     why = Reason("group_norm normalises over the channels of a group", node.name)
     groups, inner = split(x.axes[1], [num_groups, length(x.axes[1]) // num_groups], why)
     freeze(inner, why)
     if num_groups == 1:
         freeze(x.axes[1], why)
-    t.counts(weight, "num_groups", groups)
+    t.counts(rest["weight"], "num_groups", groups)
     t.freeze(node, x, range(2, len(x.axes)), "group_norm normalises over this axis")
-    return _each_channel(t, node, x.with_axis(1, flatten([groups, inner])), {"weight": weight, "bias": bias})
+    return _each_channel(t, node, x.with_axis(1, flatten([groups, inner])), rest)
 
 
 @rule("_weight_norm.default")
