@@ -18,10 +18,10 @@ from ispasp.engine.sites import sites
 from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.atoms import atoms_of
-from ispasp.graph.state import one_at_a_time, plain, uninterrupted
+from ispasp.graph.state import one_at_a_time, plain
 from ispasp.graph.trace import Batch, evaluating
 from ispasp.surgery.fold import folding
-from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remove_, removed, zero_
+from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remove_, removed, undone, zero_
 from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, tolerance
 from ispasp.types.plan import Plan
 
@@ -134,12 +134,10 @@ def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
     16
     """
     _check_plan(plan)
-    with all_or_nothing() as undo:
+    with undone() as undo:
         with one_at_a_time(), plain(model) as inner:
             _mask(inner, plan, one_batch(inner, batch), undo)
         yield model
-        with uninterrupted():
-            undo.close()
 
 
 def _mask(model: nn.Module, plan: Plan, batch: Batch, undo: Undo) -> None:

@@ -25,7 +25,7 @@ from ispasp.graph.ops import output_channels, without_bias
 from ispasp.graph.state import seeded
 from ispasp.graph.trace import Batch, named_tensors, trace
 from ispasp.result import Evidence
-from ispasp.surgery.remove import all_or_nothing
+from ispasp.surgery.remove import undone
 from ispasp.surgery.verify import FLOAT32, compare, output_of, set_values, stirred_batch, stirred_tensors, tolerance
 from ispasp.types.dimension import Kept, kept_mask
 from ispasp.types.plan import Plan
@@ -219,10 +219,9 @@ def _kept_outputs(net: MaskedNetwork, number: int, y: Tensor) -> Tensor:
 # The pruned module ----------------------------------------------------------------------------------------------
 def _watched(expected: Expected, model: nn.Module, run: Run, plan: Plan) -> tuple[list[Tensor], dict[int, float]]:
     """The pruned module's outputs on a batch, and its errors at the layers that can be watched."""
-    with all_or_nothing() as undo, _watching({layer for layer, _ in expected.net.layers.values()}) as seen:
+    with undone() as undo, _watching({layer for layer, _ in expected.net.layers.values()}) as seen:
         set_values(model, run.values, plan, undo)
         found = _runs(model, run.batch)
-        undo.close()
     errors = {}
     for number, (layer, call) in _layers(run.graph, expected.net).items():
         if call < len(seen.get(layer, ())):

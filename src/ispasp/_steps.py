@@ -297,10 +297,8 @@ def select_together(work: Work, found: Mapping[str, Statistics]) -> dict[str, Se
 
     Scores are divided by their l2 norm in each hidden dimension, as Michel et al. (2019) do for heads.
     """
-    choices = {
-        name: work.selector.select(total_statistics(work.team, statistics), work.units[name])
-        for name, statistics in found.items()
-    }
+    totals = ((name, total_statistics(work.team, statistics)) for name, statistics in found.items())
+    choices = {name: work.selector.select(total, work.units[name]) for name, total in totals}
     if not all(choice.scores for choice in choices.values()):
         raise InputError(
             f"method {work.selector.name!r} does not score units one by one, and order='global' ranks scores: choose "

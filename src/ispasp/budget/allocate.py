@@ -145,20 +145,16 @@ class Problem:
         self.dense: Place = tuple(option.last for option in self.options)
         self.limit = limit
         self._count = count
-        self._known: dict[Place, int] = {}
+        self.known: dict[Place, int] = {}
 
     def widths(self, place: Place) -> dict[str, int]:
         chosen = zip(self.names, self.options, place, strict=True)
         return {name: int(option.widths[k]) for name, option, k in chosen}
 
     def count(self, place: Place) -> int:
-        if place not in self._known:
-            self._known[place] = self._count(self.widths(place))
-        return self._known[place]
-
-    @property
-    def counted(self) -> int:
-        return len(self._known)
+        if place not in self.known:
+            self.known[place] = self._count(self.widths(place))
+        return self.known[place]
 
     def error(self, place: Place) -> float:
         return float(sum(option.errors[k] for option, k in zip(self.options, place, strict=True)))
@@ -305,7 +301,7 @@ def _close_in(problem: Problem, place: Place, near: float) -> Place:
     Tries all places if they are few, else all pairs again and again. Only small networks come to this: where steps are
     fine, filling has come close already.
     """
-    end = problem.counted + _COUNTS
+    end = len(problem.known) + _COUNTS
     sizes = [len(option.widths) for option in problem.options]
 
     def key(candidate: Place) -> tuple[float, float]:
@@ -314,8 +310,8 @@ def _close_in(problem: Problem, place: Place, near: float) -> Place:
     if math.prod(sizes) <= _COUNTS:
         everything = itertools.product(*map(range, sizes))
         return min((candidate for candidate in everything if problem.slack(candidate) >= 0), key=key)
-    while problem.counted < end:
-        pairs = itertools.takewhile(lambda _: problem.counted < end, _all_pairs(problem, place))
+    while len(problem.known) < end:
+        pairs = itertools.takewhile(lambda _: len(problem.known) < end, _all_pairs(problem, place))
         best = min(pairs, key=key, default=place)
         if key(best) >= key(place):
             break

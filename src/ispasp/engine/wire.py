@@ -129,6 +129,7 @@ class Wire:
 
 # Statistics as sums with keys: ranks that have seen different data agree on what to add ------------------------------
 Key = tuple[int, str, Size]  # reading, statistic, key of its tensor
+Outline = list[list[Any]]  # a row for each sum: the parts of its key, its shape, and the examples behind it
 
 
 def sums(statistics: Statistics) -> dict[Key, Tensor]:
@@ -137,16 +138,14 @@ def sums(statistics: Statistics) -> dict[Key, Tensor]:
     return {(n, name, size): x for n, name, each in rows if each.examples for size, x in each.tensors().items()}
 
 
-def outline(statistics: Statistics) -> list[list[Any]]:
-    """The sums of one rank as JSON: reading, statistic, key, shape, and the examples behind each."""
+def outline(statistics: Statistics) -> Outline:
+    """The sums of one rank, for JSON."""
     found = sums(statistics).items()
     examples = [row.statistics for row in statistics.readings]
     return [[n, name, list(size), list(x.shape), examples[n][name].examples] for (n, name, size), x in found]
 
 
-def added(
-    statistics: Statistics, outlines: Iterable[list[list[Any]]], add: Callable[[Key, Tensor], Tensor]
-) -> Statistics:
+def added(statistics: Statistics, outlines: Iterable[Outline], add: Callable[[Key, Tensor], Tensor]) -> Statistics:
     """Statistics with the sums and examples of all ranks. A rank adds zeros for what it has not seen."""
     own = sums(statistics)
     shapes: dict[Key, tuple[int, ...]] = {}

@@ -85,8 +85,7 @@ def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analy
     _choose_factors(walks, tensors)
     found = _collect(tracker)
     frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, tensors))
-    known = Analysis(tracker.trace, tracker, tensors, found, frozen, {}, tuple(others), training, by_mode)
-    return known.naming(found)
+    return Analysis(tracker.trace, tracker, tensors, found, frozen, {}, tuple(others), training, by_mode).naming(found)
 
 
 def retracked(model: nn.Module, traced: Trace) -> Tracker:

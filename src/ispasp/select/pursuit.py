@@ -43,8 +43,7 @@ class CoSaMP(Search):
 
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """Every width is a search of its own; they share the energy matrix."""
-        E = evidence.energy(self.name)
-        return [_iterate(E, width, self.iterations) for width in widths]
+        return [_iterate(evidence.energy(self.name), width, self.iterations) for width in widths]
 
 
 def _iterate(E: Tensor, s: int, T: int) -> Found:

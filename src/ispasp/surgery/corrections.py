@@ -17,9 +17,9 @@ from torch import nn
 
 from ispasp.graph.analyse import Analysis, owner
 from ispasp.graph.atoms import atoms_of
-from ispasp.graph.state import state_kept, succeeds, uninterrupted
+from ispasp.graph.state import state_kept, succeeds
 from ispasp.surgery.attention import SlimMultiheadAttention
-from ispasp.surgery.remove import numbers, put_back, read_number, write_number
+from ispasp.surgery.remove import numbers, put_back, read_number, undone, write_number
 from ispasp.surgery.verify import Failure, Frame
 from ispasp.types.dimension import Attribute, Extent, Kept, Structure, TensorLayout, full_length, kept_length, names_in
 
@@ -81,15 +81,12 @@ def search(failure: Failure, structure: Structure, kept: Kept) -> tuple[Attribut
         options = [o for f in reversed(inner) for o in _options(frame.path, f.path, f.module, structure, kept)]
         modules = {f.path: f.module for f in inner}
         for chosen in islice(_subsets(options), _TRIES[min(len(inner), len(_TRIES)) - 1]):
-            before = {path: dict(vars(module)) for path, module in modules.items()}
-            try:
+            with undone() as undo:
+                for module in modules.values():
+                    undo.callback(put_back, module, dict(vars(module)))
                 for correction in chosen:
                     write_number(modules[correction.module], correction.name, kept_length(correction.extent, kept))
                 found = runs(frame)
-            finally:  # also on Ctrl-C
-                with uninterrupted():
-                    for path, module in modules.items():
-                        put_back(module, before[path])
             if found:
                 return tuple(chosen)
     return ()

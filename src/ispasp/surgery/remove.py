@@ -52,13 +52,20 @@ def all_or_nothing() -> Iterator[Undo]:
 
 
 @contextmanager
-def removed(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Remove units for a block, then put them back."""
+def undone() -> Iterator[Undo]:
+    """Restore the model at the end of the block, and on any exception."""
     with all_or_nothing() as undo:
-        remove_(model, plan, undo)
-        yield
+        yield undo
         with uninterrupted():
             undo.close()
+
+
+@contextmanager
+def removed(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Remove units for a block, then put them back."""
+    with undone() as undo:
+        remove_(model, plan, undo)
+        yield
 
 
 def plans_of(model: nn.Module) -> tuple[Plan, ...]:

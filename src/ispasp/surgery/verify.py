@@ -19,7 +19,7 @@ from ispasp.engine.sites import sites
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.state import seeded
 from ispasp.graph.trace import Batch, Trace, evaluating, named_tensors, run_and_restore
-from ispasp.surgery.remove import Undo, all_or_nothing, kept_part, set_data
+from ispasp.surgery.remove import Undo, kept_part, set_data, undone
 from ispasp.types.dimension import Kept
 from ispasp.types.plan import Plan
 
@@ -220,7 +220,6 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor], plan: Plan | None
 @contextmanager
 def zeros_replaced(model: nn.Module) -> Iterator[None]:
     """Put other values into all-zero tensors for a block, so that trials see what lies behind them."""
-    with all_or_nothing() as undo:
+    with undone() as undo:
         set_values(model, stirred_tensors(named_tensors(model), {}), None, undo)
         yield
-        undo.close()

@@ -280,15 +280,13 @@ def _grouped_product(t: Tracker, node: fx.Node, **operands: Any) -> Value:
 
 
 @rule("scaled_dot_product_attention")
-def _attention(
-    t: Tracker, node: fx.Node, query: Value, key: Value, value: Value, enable_gqa: bool, **rest: Any
-) -> Value:
+def _attention(t: Tracker, node: fx.Node, query: Value, key: Value, value: Value, **rest: Any) -> Value:
     """softmax(q k^T) v: batch axes run in parallel, the embedding of q and k is summed over."""
     t.unite(node, query.axes[-1], key.axes[-1])
     for operand, dims in ((query, [-1, -2]), (key, [-1, -2]), (value, [-2])):
         t.freeze(node, operand, dims, "is inside an attention head")
     q, k, v = query.axes[:-2], key.axes[:-2], value.axes[:-2]
-    if enable_gqa and length(q[-1]) != length(k[-1]) and UNKNOWN not in (length(q[-1]), length(k[-1])):
+    if rest["enable_gqa"] and length(q[-1]) != length(k[-1]) and UNKNOWN not in (length(q[-1]), length(k[-1])):
         reason = Reason("query heads of one key/value head go together", node.name)
         outer, inner = split(q[-1], [length(k[-1]), length(q[-1]) // length(k[-1])], reason)
         freeze(inner, reason)
