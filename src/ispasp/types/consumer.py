@@ -58,7 +58,9 @@ class Geometry:
         for name in _LEAST:
             values = getattr(self, name)
             if not isinstance(values, str) and len(values) not in (0, axes):
-                raise InputError(f"{name}={values} has {len(values)} values: pass one for each of {axes} spatial axes")
+                raise InputError(
+                    f"{name}={values} has {len(values)} values: pass one for each of the {axes} spatial axes"
+                )
         for axis, extra in enumerate(self.output_padding):
             if extra >= max(_along(self.stride, axis, 1), _along(self.dilation, axis, 1)):
                 raise InputError(f"output_padding={self.output_padding}: pass less than the stride or the dilation")
