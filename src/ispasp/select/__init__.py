@@ -37,6 +37,11 @@ from ispasp.select.thinet import ThiNet as ThiNet
 from ispasp.select.units import select_units as select_units
 from ispasp.types import *  # noqa: F403
 
+def _import_all() -> None:
+    for module in iter_modules(__path__):  # noqa: F405
+        import_module(f"{__name__}.{module.name}")
+
+
 if not TYPE_CHECKING:  # to a type checker a misspelt name stays an error
 
     def __getattr__(name: str) -> Any:
@@ -47,5 +52,4 @@ if not TYPE_CHECKING:  # to a type checker a misspelt name stays an error
         return found
 
 
-for _module in iter_modules(__path__):  # noqa: F405
-    import_module(f"{__name__}.{_module.name}")
+_import_all()
