@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from ispasp.engine import measure
 from ispasp.select import Evidence, energy, i_spasp, select_units
 from ispasp.types import ConvConsumer, LinearConsumer, Statistics
-from ispasp.types.consumer import Geometry, patches
+from ispasp.types.consumer import Geometry, patches, products_of_rows
 from support.problems import Problem, problems
 
 
@@ -56,6 +56,12 @@ def test_patches_turn_a_consumer_into_a_matrix(problem: Problem, batch: int) -> 
     out = A(H)
     expected = out.movedim(1, 0) if isinstance(A, ConvConsumer) else out.movedim(-1, 0)
     assert_close((W @ X).flatten(0, 1), expected.reshape(A.outputs, -1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128, 129, 300])
+def test_products_of_rows_are_those_of_the_whole_matrix(rows: int) -> None:
+    X = torch.randn(2, 2 * rows, 7, dtype=torch.float64)[:, ::2]
+    assert_close(products_of_rows(X), X @ X.mT, rtol=1e-13, atol=1e-13)
 
 
 def test_padding_that_differs_from_axis_to_axis() -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from ispasp.types.consumer import products_of_rows
+
 RIDGE = 1e-4
 _RIDGES = (RIDGE, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MANY = 4  # rows per column from which one half is enough to judge a fit
@@ -87,7 +89,7 @@ def _sums(X: Tensor, T: Tensor, dtype: torch.dtype) -> Sums:
         a, b = a.double(), b.double()
         total.x.add_(n * a)
         total.t.add_(n * b)
-        total.xx.add_(A @ A.mT).add_(n * a[..., :, None] * a[..., None, :])
+        total.xx.add_(products_of_rows(A)).add_(n * a[..., :, None] * a[..., None, :])
         total.tx.add_(B @ A.mT).add_(n * b[..., :, None] * a[..., None, :])
         total.tt.add_(B.square().sum(-1)).add_(n * b.square())
     return total

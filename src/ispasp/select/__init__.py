@@ -37,6 +37,7 @@ from ispasp.select.thinet import ThiNet as ThiNet
 from ispasp.select.units import select_units as select_units
 from ispasp.types import *  # noqa: F403
 
+
 def _import_all() -> None:
     for module in iter_modules(__path__):  # noqa: F405
         import_module(f"{__name__}.{module.name}")

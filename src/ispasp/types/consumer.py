@@ -6,6 +6,7 @@ the layer belongs to the linear map and enters as `scale` (gamma / sqrt(running_
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 
 from ispasp.errors import InputError
 from ispasp.types.dimension import check_finite, checked_tensor, is_integer
+
+_BLOCK = 128  # rows that are multiplied at a time: fewer are slower, with more there is less to save
 
 _LEAST = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 
@@ -318,7 +321,7 @@ def patches(consumer: Consumer, H: Tensor) -> Tensor:
     if not isinstance(consumer, ConvConsumer):
         return H.reshape(-1, H.shape[-1]).T[None]
     geometry, groups = consumer.geometry, consumer.geometry.groups
-    if len(consumer.kernel) == 2 and not geometry.transposed:
+    if not geometry.transposed:
         return _unfolded(consumer, H)
     X = H.reshape(H.shape[0], groups, -1, *H.shape[2:])  # (B, g, C/g, *size)
     for axis, (size, kernel) in enumerate(zip(H.shape[2:], consumer.kernel, strict=True)):
@@ -333,14 +336,29 @@ def patches(consumer: Consumer, H: Tensor) -> Tensor:
 
 
 def _unfolded(consumer: ConvConsumer, H: Tensor) -> Tensor:
-    """The usual case by torch's own unfold, several times faster."""
+    """The usual case: a view of every tap at every position, and one copy."""
     geometry, kernel = consumer.geometry, consumer.kernel
-    (top, bottom), (left, right) = (geometry.pads(axis, kernel[axis]) for axis in (0, 1))
-    if (top, left) != (bottom, right):
-        H, top, left = F.pad(H, (left, right, top, bottom)), 0, 0
-    step, spread = geometry.stride or (1, 1), geometry.dilation or (1, 1)
-    if kernel == (1, 1) and (top, left) == (0, 0):
-        X = H[:, :, :: step[0], :: step[1]].flatten(2)  # (B, C, L)
-    else:
-        X = F.unfold(H, kernel, spread, (top, left), step)  # (B, C x taps, L)
-    return X.reshape(X.shape[0], geometry.groups, -1, X.shape[-1]).permute(1, 2, 0, 3).flatten(2)
+    pads = [geometry.pads(axis, size) for axis, size in enumerate(kernel)]
+    H = F.pad(H, [width for before_and_after in reversed(pads) for width in before_and_after])
+    step, spread = geometry.stride or (1,) * len(kernel), geometry.dilation or (1,) * len(kernel)
+    reach = [d * (k - 1) + 1 for d, k in zip(spread, kernel, strict=True)]
+    out = [(size - r) // s + 1 for size, r, s in zip(H.shape[2:], reach, step, strict=True)]
+    batch, channel, *space = H.stride()
+    taps, moves = ([a * b for a, b in zip(each, space, strict=True)] for each in (spread, step))
+    X = H.as_strided((H.shape[1], *kernel, len(H), *out), (channel, *taps, batch, *moves))
+    return X.reshape(geometry.groups, H.shape[1] // geometry.groups * math.prod(kernel), len(H) * math.prod(out))
+
+
+def products_of_rows(X: Tensor) -> Tensor:
+    """X X^T: blocks below the diagonal are mirrored, not multiplied. (..., K, N) -> (..., K, K)
+
+    >>> products_of_rows(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
+    tensor([[5., 6.],
+            [6., 9.]])
+    """
+    found = X.new_empty(*X.shape[:-1], X.shape[-2])
+    for start in range(0, X.shape[-2], _BLOCK):
+        end = start + _BLOCK
+        found[..., start:end, start:] = X[..., start:end, :] @ X[..., start:, :].mT
+        found[..., end:, start:end] = found[..., start:end, end:].mT
+    return found

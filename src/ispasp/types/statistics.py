@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.types.consumer import Consumer, ConvConsumer, Producer, patches
+from ispasp.types.consumer import Consumer, ConvConsumer, Producer, patches, products_of_rows
 from ispasp.types.dimension import checked_tensor
 
 Size = tuple[int, ...]
@@ -174,8 +174,7 @@ class Gram(Total):
 
     @classmethod
     def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        X = patches(consumer, H).double()  # (groups, K, N)
-        return cls(X @ X.mT, len(H))
+        return cls(products_of_rows(patches(consumer, H.double())), len(H))
 
 
 class _Backward(Total):
