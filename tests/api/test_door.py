@@ -304,7 +304,10 @@ def test_a_function_sees_what_it_needs() -> None:
     ("function", "message"),
     [
         (lambda s: torch.ones(3), "returned a tensor of shape (3,), the hidden dimension has 10 units"),
-        (lambda s: None, "<lambda> returned a NoneType: return a tensor of scores, one per unit"),
+        (
+            lambda s: None,
+            "<lambda> returned a NoneType (RuntimeError: Could not infer dtype of NoneType): return a tensor of scores",
+        ),
         (lambda s: torch.full((s.units,), torch.nan), "the scores of <lambda> has 10 NaN"),
         (ByScore(by_weight, needs="gram"), "ByScore.needs is 'gram': pass a tuple of some of moment"),
         (ByScore(by_weight, needs=("grams",)), "ByScore.needs is ('grams',): pass a tuple of some of moment"),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from ispasp.errors import InputError
+from ispasp.errors import InputError, failing_as
 from ispasp.select.evidence import Evidence, descending
 from ispasp.types import Consumer, Producer, Selection, Statistics, units_to_keep
 from ispasp.types.dimension import check_finite, is_integer
@@ -186,12 +186,9 @@ class ByScore(Scored):
 
     def score(self, statistics: Statistics) -> Tensor:
         found = self.function(statistics)
-        try:
+        remedy = "return a tensor of scores, one per unit"
+        with failing_as(InputError, f"{self} returned a {type(found).__name__}", remedy):
             scores = torch.as_tensor(found).detach().double()
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(
-                f"{self} returned a {type(found).__name__}: return a tensor of scores, one per unit"
-            ) from None
         if tuple(scores.shape) != (statistics.units,):
             raise InputError(
                 f"{self} returned a tensor of shape {tuple(scores.shape)}, the hidden dimension has {statistics.units} "
