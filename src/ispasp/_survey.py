@@ -15,9 +15,8 @@ from ispasp.graph.analyse import Analysis, CostModel, Found, analyse, cost_model
 from ispasp.graph.state import one_at_a_time, plain
 from ispasp.graph.trace import Batch, check_model
 from ispasp.report import Column, Printed, Sheet, told
-from ispasp.surgery.corrections import structure_of
 from ispasp.surgery.fold import Folding, folding, to_fold
-from ispasp.surgery.trial import Trial
+from ispasp.surgery.trial import Trial, structure_of
 from ispasp.surgery.verify import zeros_replaced
 from ispasp.types.dimension import Cost, FrozenAxis, HiddenDimension, Structure, full_length, names_in
 from ispasp.types.plan import Plan

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ispasp
 from ispasp.graph.analyse import analyse
-from ispasp.surgery.corrections import structure_of
+from ispasp.surgery.trial import structure_of
 from ispasp.types.dimension import Attribute
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

@@ -1,9 +1,8 @@
-"""Where units lie in tensors, and the attributes that a forward reads and that must shrink with them.
+"""Find the attributes that a forward reads and that must shrink with the units.
 
-A forward that says `x.view(B, N, self.num_heads, -1)` fails once heads are gone, unless `num_heads` is corrected. Some
-attributes are in the graph. The others are found by trial: in the module that fails, every integer that equals a dense
-size of one of its hidden dimensions is a candidate, and the smallest set of corrections with which the module runs is
-taken.
+A forward that says `x.view(B, N, self.num_heads, -1)` fails once heads are gone, unless `num_heads` is corrected. Such
+attributes are found by trial: in the module that fails, every integer that equals a dense size of one of its hidden
+dimensions is a candidate, and the smallest set of corrections with which the module runs is taken.
 """
 
 from __future__ import annotations
@@ -15,13 +14,10 @@ from itertools import combinations, islice, takewhile
 import torch
 from torch import nn
 
-from ispasp.graph.analyse import Analysis, owner
-from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import state_kept, succeeds
-from ispasp.surgery.attention import SlimMultiheadAttention
-from ispasp.surgery.remove import numbers, put_back, read_number, undone, write_number
+from ispasp.surgery.remove import numbers, put_back, undone, write_number
 from ispasp.surgery.verify import Failure, Frame
-from ispasp.types.dimension import Attribute, Extent, Kept, Structure, TensorLayout, full_length, kept_length, names_in
+from ispasp.types.dimension import Attribute, Extent, Kept, Structure, full_length, kept_length, names_in
 
 _TRIES = (200, 50, 15)  # most trials in the failing module, in the one around it, further out (slower)
 _MOST_FRAMES = 6
@@ -29,42 +25,6 @@ _MOST_PASSES = 60
 _LIKELY = re.compile("head|group|split|kv")  # only the order of trials depends on names, never their verdict
 
 
-# What the graph says -------------------------------------------------------------------------------------------------
-def structure_of(model: nn.Module, analysis: Analysis, corrections: Iterable[Attribute] = ()) -> Structure:
-    """Layout of the units of the named dimensions in tensors and attributes; trials found these `corrections`."""
-    units = {name: atom.size for atom, name in analysis.names.items()}
-    tensors = {}
-    for name, value in analysis.tensors.items():
-        extents = [analysis.extent(axis) for axis in value.axes]
-        axes = {k: extent for k, extent in enumerate(extents) if names_in(extent)}
-        if axes:
-            tensors[name] = TensorLayout(tuple(map(full_length, extents)), axes)
-    found = {}
-    for parameter, name, axis in (size for walk in analysis.walks for size in walk.sizes):
-        module, extent = owner(parameter), analysis.extent(axis)
-        if names_in(extent) and read_number(model.get_submodule(module), name) == full_length(extent):
-            found[module, name] = Attribute(module, name, extent)
-    found |= {(a.module, a.name): a for a in _attention_heads(model, analysis)}
-    for a in corrections:
-        left = a.without(names_in(a.extent) - units.keys())  # some dimensions were refused
-        if names_in(left.extent):
-            found.setdefault((a.module, a.name), left)
-    norms = dict.fromkeys(norm for walk in analysis.walks for norm in walk.weight_norms)
-    return Structure(type(model).__name__, units, tensors, tuple(found.values()), tuple(norms))
-
-
-def _attention_heads(model: nn.Module, analysis: Analysis) -> Iterator[Attribute]:
-    """`num_heads` of torch's attention modules, which the graph does not show."""
-    for path, module in model.named_modules():
-        value = analysis.tensors.get(f"{path}.out_proj.weight")
-        if value is None or not isinstance(module, (nn.MultiheadAttention, SlimMultiheadAttention)):
-            continue
-        for atom in atoms_of(value.axes[1]):
-            if atom in analysis.names and atom.size == module.num_heads:
-                yield Attribute(path, "num_heads", (((analysis.names[atom], atom.size),),))
-
-
-# What trials find ----------------------------------------------------------------------------------------------------
 def runs(frame: Frame) -> bool:
     """Whether a module runs if it is called again."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), state_kept(frame.module):

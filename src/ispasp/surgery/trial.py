@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -21,13 +21,15 @@ from ispasp.engine.batches import first_of, tensors_of
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, same_path
 from ispasp.engine.sites import sites
 from ispasp.errors import InputError, TraceError
-from ispasp.graph.analyse import Analysis, cost_model
+from ispasp.graph.analyse import Analysis, cost_model, owner
+from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import state_kept, succeeds
 from ispasp.graph.trace import Batch, Trace, call_arguments, evaluating, run_and_restore
+from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
-from ispasp.surgery.remove import removed
+from ispasp.surgery.remove import read_number, removed
 from ispasp.surgery.verify import Failure, Frame, attempt, masked_output, relative_error, tolerance
-from ispasp.types.dimension import Attribute, Structure, names_in
+from ispasp.types.dimension import Attribute, Structure, TensorLayout, full_length, names_in
 from ispasp.types.plan import Plan
 
 _TOKENS = 32
@@ -110,6 +112,42 @@ def two_choices(units: Mapping[str, int], seed: int = 0) -> tuple[Kept, Kept]:
     return choices
 
 
+# Where units lie ------------------------------------------------------------------------------------------------
+def structure_of(model: nn.Module, analysis: Analysis, corrections: Iterable[Attribute] = ()) -> Structure:
+    """Layout of the units of the named dimensions in tensors and attributes; trials found these `corrections`."""
+    units = {name: atom.size for atom, name in analysis.names.items()}
+    tensors = {}
+    for name, value in analysis.tensors.items():
+        extents = [analysis.extent(axis) for axis in value.axes]
+        axes = {k: extent for k, extent in enumerate(extents) if names_in(extent)}
+        if axes:
+            tensors[name] = TensorLayout(tuple(map(full_length, extents)), axes)
+    found = {}
+    for parameter, name, axis in (size for walk in analysis.walks for size in walk.sizes):
+        module, extent = owner(parameter), analysis.extent(axis)
+        if names_in(extent) and read_number(model.get_submodule(module), name) == full_length(extent):
+            found[module, name] = Attribute(module, name, extent)
+    found |= {_key(a): a for a in _attention_heads(model, analysis)}
+    for a in corrections:
+        left = a.without(names_in(a.extent) - units.keys())  # some dimensions were refused
+        if names_in(left.extent):
+            found.setdefault(_key(a), left)
+    norms = dict.fromkeys(norm for walk in analysis.walks for norm in walk.weight_norms)
+    return Structure(type(model).__name__, units, tensors, tuple(found.values()), tuple(norms))
+
+
+def _attention_heads(model: nn.Module, analysis: Analysis) -> Iterator[Attribute]:
+    """`num_heads` of torch's attention modules, which the graph does not show."""
+    for path, module in model.named_modules():
+        value = analysis.tensors.get(f"{path}.out_proj.weight")
+        if value is None or not isinstance(module, (nn.MultiheadAttention, SlimMultiheadAttention)):
+            continue
+        for atom in atoms_of(value.axes[1]):
+            if atom in analysis.names and atom.size == module.num_heads:
+                yield Attribute(path, "num_heads", (((analysis.names[atom], atom.size),),))
+
+
+# The trial ------------------------------------------------------------------------------------------------------
 @dataclass
 class Trial:
     """A trial in progress: corrections found so far, and refused dimensions with the reason."""
