@@ -83,7 +83,7 @@ def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analy
     for other in others:
         _freeze_unmatched(tracker, other)
     _choose_factors(walks, tensors)
-    found = _collect(tracker)
+    found = tuple(_collect(tracker))
     frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, tensors))
     return Analysis(tracker.trace, tracker, tensors, found, frozen, {}, tuple(others), training, by_mode).naming(found)
 
@@ -98,9 +98,8 @@ def _values(model: nn.Module) -> dict[str, Value]:
     values: dict[str, Value] = {}
     by_identity: dict[int, Value] = {}
     for name, tensor in named_tensors(model).items():
-        if id(tensor) not in by_identity:
-            by_identity[id(tensor)] = Value(tuple(map(new_axis, tensor.shape)), frozenset([name]))
-        values[name] = by_identity[id(tensor)]
+        new = Value(tuple(map(new_axis, tensor.shape)), frozenset([name]))
+        values[name] = by_identity.setdefault(id(tensor), new)
     return values
 
 
@@ -218,7 +217,7 @@ def paths_of(holder: Contraction | Value) -> list[str]:
     return sorted({owner(name) or name for name in holder.parameters})
 
 
-def _collect(tracker: Tracker) -> tuple[Found, ...]:
+def _collect(tracker: Tracker) -> Iterator[Found]:
     made: dict[Atom, list[Contraction]] = {}
     read: dict[Atom, list[Contraction]] = {}
     for contraction in tracker.contractions:
@@ -229,7 +228,6 @@ def _collect(tracker: Tracker) -> tuple[Found, ...]:
     for table in tracker.tables:
         for atom in atoms_of(table.axes[-1]):
             looked_up.setdefault(atom, []).extend(paths_of(table))
-    found: list[Found] = []
     taken: set[str] = set()
     for atom in dict.fromkeys([*made, *looked_up]):
         if atom.frozen is not None or atom not in read:
@@ -240,8 +238,7 @@ def _collect(tracker: Tracker) -> tuple[Found, ...]:
         name = distinct(_name(producers[0], kind, makers), taken, "{}#{}")
         taken.add(name)
         consumers = [path for contraction in read[atom] for path in paths_of(contraction)]
-        found.append(Found(name, kind, atom, tuple(dict.fromkeys(producers)), tuple(dict.fromkeys(consumers))))
-    return tuple(found)
+        yield Found(name, kind, atom, tuple(dict.fromkeys(producers)), tuple(dict.fromkeys(consumers)))
 
 
 def _name(producer: str, kind: str, makers: list[Contraction]) -> str:

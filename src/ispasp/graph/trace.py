@@ -204,8 +204,7 @@ def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def mutates(node: fx.Node) -> bool:
     """Whether an op changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _aliased(node: fx.Node) -> list[fx.Node]:

@@ -52,21 +52,19 @@ def search(failure: Failure, structure: Structure, kept: Kept) -> tuple[Attribut
     return ()
 
 
-def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, kept: Kept) -> list[Attribute]:
-    """The same corrections for all modules of the same class."""
+def alike(model: nn.Module, found: Iterable[Attribute], structure: Structure, kept: Kept) -> Iterator[Attribute]:
+    """Yield the same corrections for all modules of the same class."""
 
     def pattern(correction: Attribute) -> list[list[bool]]:
         return [[name is not None for name, _ in segment] for segment in correction.extent]
 
-    corrections: list[Attribute] = []
     for correction in found:
         cls = type(model.get_submodule(correction.module))
         for path, module in model.named_modules():
             if type(module) is cls:
                 options = _options(path, path, module, structure, kept)
                 same = (o for o in options if o.name == correction.name and pattern(o) == pattern(correction))
-                corrections += islice(same, 1)
-    return corrections
+                yield from islice(same, 1)
 
 
 def candidates(path: str, model: nn.Module, structure: Structure, kept: Kept) -> Iterator[tuple[Attribute, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -238,16 +238,15 @@ def _letters(t: Tracker, node: fx.Node, terms: list[str], tensors: list[Value]) 
     return letters
 
 
-def _pairwise(terms: list[str], right: str, sizes: dict[str, int]) -> list[list[str]]:
-    """Letters of the matrix products that torch makes of an einsum, operand by operand from left to right."""
-    products, current = [], set(terms[0])
+def _pairwise(terms: list[str], right: str, sizes: dict[str, int]) -> Iterator[list[str]]:
+    """Yield the letters of the matrix products that torch makes of an einsum, operand by operand from left to right."""
+    current = set(terms[0])
     for k, term in enumerate(terms[1:], 1):
         later = set(right).union(*terms[k + 1 :])
         a, b = current & (set(term) | later), set(term) & (current | later)  # the others are summed over beforehand
         if any(sizes[letter] != 1 for letter in (a & b) - later):  # without a sum torch just multiplies
-            products.append(sorted(a | b))
+            yield sorted(a | b)
         current = (a | b) & later
-    return products
 
 
 def _unread(
