@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def test_folders_of_hugging_face_say_how_images_are_read(tmp_path: Path) -> None
         assert (found.size, found.resize, found.mean) == (size, resize if told_there else size, (0.5,) * 3)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [1], "image_std": [0]}))
     assert image_preprocessing(str(tmp_path)) == Preprocessing()
-    assert from_dict(Preprocessing().to_dict() | {"size": 10**9, "resize": 10**9}, "a file") is None
+    assert from_dict(asdict(Preprocessing()) | {"size": 10**9, "resize": 10**9}, "a file") is None
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install 'ispasp[transformers]'")

@@ -57,13 +57,7 @@ class Versus(Printed):
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain records of totals, then features, then examples: `pandas.DataFrame(compared.rows())`."""
-        c, t = self.cost, self.latency
-        pairs = {
-            "parameters": (c.dense_params, c.params),
-            "bytes": self.bytes,
-            "MACs": (c.dense_macs, c.macs),
-            "milliseconds": (t.dense, t.pruned),
-        }
+        pairs = {**self._counts(), "milliseconds": (self.latency.dense, self.latency.pruned)}
         blank = dict.fromkeys(("dense", "pruned", "error"))
         rows = [{"what": "total", "name": name, **blank, "dense": a, "pruned": b} for name, (a, b) in pairs.items()]
         rows += [{"what": "layer", "name": name, **blank, "error": e} for name, e in self.layers.items()]
@@ -76,12 +70,13 @@ class Versus(Printed):
         """Write one HTML page that opens offline. Returns its path."""
         return write_page(path, comparison(json.loads(self.to_json()), self.latency.advice()))
 
-    def _sheet(self) -> Sheet:
+    def _counts(self) -> dict[str, tuple[int, int]]:
         c = self.cost
+        return {"parameters": (c.dense_params, c.params), "bytes": self.bytes, "MACs": (c.dense_macs, c.macs)}
+
+    def _sheet(self) -> Sheet:
         facts = [
-            ("parameters", change(c.dense_params, c.params)),
-            ("bytes", change(*self.bytes)),
-            ("MACs", change(c.dense_macs, c.macs)),
+            *((name, change(*pair)) for name, pair in self._counts().items()),
             ("latency", str(self.latency)),
             ("agreement", "-" if self.agreement is None else f"{self.agreement:.1%} of predictions"),
             ("divergence", f"{self.divergence:.4g} on {self.examples:,} examples"),
@@ -185,12 +180,14 @@ _BLANK: Mapping[str, Any] = {**dict.fromkeys((c.key for c in _COLUMNS), None), "
 
 @dataclass(frozen=True)
 class Comparison(Printed):
-    """One row for every method and `keep`. Print it, show it in a notebook, or `plot()` it."""
+    """One row for every method and `keep`. Print it, show it in a notebook, or `plot()` it.
+
+    `scores` are the names of those that `evaluate` returned; each is a column.
+    """
 
     model: str
     records: tuple[Mapping[str, Any], ...]
     scores: tuple[str, ...] = ()
-    """Names of the scores that `evaluate` returned; each is a column."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain records, the dense model first: `pandas.DataFrame(comparison.rows())`.

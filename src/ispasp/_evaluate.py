@@ -53,11 +53,10 @@ class Agreement:
     held_out: bool
 
     def __str__(self) -> str:
-        rows = f"{self.examples:,} held-out examples" if self.held_out else f"{self.examples:,} calibration examples"
-        where = rows if self.held_out else f"{rows} (in-sample: too few to hold some out)"
+        kind = "held-out examples" if self.held_out else "calibration examples (in-sample: too few to hold some out)"
         parts = [f"{self.rate:.1%} of {self.predictions:,} predictions"] if self.rate is not None else []
         parts += [f"outputs differ by {self.difference:.1%}"] if self.difference is not None else []
-        return f"{', '.join(parts) or 'nothing to compare'} on {where}"
+        return f"{', '.join(parts) or 'nothing to compare'} on {self.examples:,} {kind}"
 
 
 def scored(evaluate: Evaluate | None, model: nn.Module, team: Team) -> dict[str, float]:
@@ -152,14 +151,11 @@ class _Output(NamedTuple):
 def _output(output: Any, batch: Batch) -> _Output | None:
     """The `logits` of an output, else its first tensor of numbers; None if there is none."""
     named = isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor)
-    if named:
-        tensor: Tensor = output["logits"]
-    else:
-        leaves = [t for t in tensors_of(output) if not (t.is_complex() or t.is_quantized) and t.layout is torch.strided]
-        found = next((t for t in leaves if t.is_floating_point() and t.ndim), next(iter(leaves), None))
-        if found is None:
-            return None
-        tensor = found
+    leaves = [t for t in tensors_of(output) if not (t.is_complex() or t.is_quantized) and t.layout is torch.strided]
+    leaves = [output["logits"]] if named else leaves
+    tensor = next((t for t in leaves if t.is_floating_point() and t.ndim), next(iter(leaves), None))
+    if tensor is None:
+        return None
     features = isinstance(output, Mapping) and not named and any(name in output for name in _FEATURES)
     axis = None if features or not tensor.is_floating_point() else _class_axis(tensor, batch, named)
     mask = _mask(batch, tensor) if tensor.is_floating_point() else None

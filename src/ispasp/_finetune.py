@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ispasp.surgery.remove import tensor_of
 from ispasp.train.devices import need_accelerate
 from ispasp.train.loop import NO_SCORE, Run, train
 from ispasp.train.objective import Batch, Loss, Objective, Teacher, inputs_for, loss_of
-from ispasp.train.recipe import Recipe, Sgd, Soft
+from ispasp.train.recipe import Recipe, Sgd, Soft, check_counts, check_number
 from ispasp.types.dimension import Extent, kept_mask, names_in
 from ispasp.types.plan import Plan
 
@@ -42,20 +41,20 @@ _ROWS = 5
 
 @dataclass(frozen=True, eq=False)
 class FinetuneResult:
-    """A fine-tuned model and the loss of every step. Print it."""
+    """A fine-tuned model and the loss of every step. Print it.
+
+    `losses` are means over the examples of each step, before that step. `resumed` is how many steps came from a
+    checkpoint, `plan` what `soft` has removed. `scores` maps the number of steps done to what `evaluate` returned.
+    """
 
     model: nn.Module = field(repr=False)
     recipe: Recipe
     epochs: float
     steps: int
     losses: tuple[float, ...] = field(repr=False)
-    """The mean loss over the examples of each step, before that step."""
     resumed: int
-    """How many steps came from a checkpoint."""
     scores: Mapping[int, float] = field(default_factory=dict)
-    """Number of steps done -> what `evaluate` returned."""
     plan: Plan | None = None
-    """What `soft` has removed."""
 
     def __str__(self) -> str:
         title = f"{type(self.model).__name__}: {self.steps:,} steps, {self.epochs:g} epochs"
@@ -148,12 +147,9 @@ def finetune(
                 raise InputError(f"{name} is a {type(function).__name__}: pass a function")
         objective = Objective(loss_of(loss), input_of or inputs_for(model), label_smoothing, teacher)
         units = None if soft is None else _soft_units(soft, model, objective.input_of(first_in(loader)))
-        facts = {
-            "label_smoothing": label_smoothing,
-            "own_loss": loss is not None,
-            "teacher": None if teacher is None else f"temperature {teacher.temperature}, weight {teacher.weight}",
-            **({} if soft is None else {"soft": repr(soft)}),
-        }
+        taught = None if teacher is None else f"temperature {teacher.temperature}, weight {teacher.weight}"
+        facts = {"label_smoothing": label_smoothing, "own_loss": loss is not None, "teacher": taught}
+        facts |= {} if soft is None else {"soft": repr(soft)}
     steps = recipe, objective, float(epochs), accumulate, seed, mixed_precision
     saves = None if checkpoint is None else Path(checkpoint), checkpoint_every
     after = evaluate if units is None else units.after_epoch(evaluate)
@@ -169,11 +165,9 @@ def _check(epochs: float, recipe: Recipe, accumulate: int, every: int, seed: int
         raise InputError(f"recipe={recipe.name!r} is for keep= of ispasp.prune: {remedy}")
     if not isinstance(recipe, Recipe):
         raise InputError(f"recipe is a {type(recipe).__name__}: {remedy}")
-    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs > 0):
-        raise InputError(f"epochs={epochs!r}: pass a number above 0, such as 0.5")
-    for name, value, least in (("accumulate", accumulate, 1), ("checkpoint_every", every, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < least:
-            raise InputError(f"{name}={value!r}: pass a whole number of {least} or more")
+    check_number("epochs", epochs, lambda epochs: epochs > 0, "a number above 0, such as 0.5")
+    check_counts(accumulate=accumulate, checkpoint_every=every)
+    check_counts(0, seed=seed)
 
 
 def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:

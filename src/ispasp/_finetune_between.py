@@ -20,16 +20,12 @@ from ispasp.surgery.remove import Undo, plans_of, record_
 from ispasp.types.dimension import Structure, TensorLayout, full_length
 from ispasp.types.plan import Plan
 
+Train = Callable[[nn.Module], Any]
 Prune = Callable[[nn.Module, Iterable[Any], Options, Team], Result]
 
 
 def pruned_between(
-    model: nn.Module,
-    batches: Iterable[Any],
-    options: Options,
-    train: Callable[[nn.Module], Any],
-    ranks: Team,
-    prune_: Prune,
+    model: nn.Module, batches: Iterable[Any], options: Options, train: Train, ranks: Team, prune_: Prune
 ) -> Result:
     """Prune one hidden dimension at a time, in order, and let `train(model)` train the model after each.
 
@@ -59,21 +55,17 @@ def pruned_between(
     gained = sum(len(model.get_parameter(f"{path}.bias")) for path in structure.biases)
     plan = Plan({name: kept for r in results for name, kept in r.plan.kept.items()}, structure)
     record_(model, (*plans, plan), Undo())  # one plan instead of one per layer
-    return Result(
-        model,
-        plan,
-        tuple(layer for r in results for layer in r.layers),
-        replace(trial.cost, params=trial.cost.params + gained),
-        trial.frozen,
-        max((r.evidence for r in results), key=lambda e: e.error, default=trial.evidence),
-        {**options.described(), **inputs.described(ranks)},
-        tuple(dict.fromkeys(line for r in results for line in r.advice)),
-        trial.curves,
-        Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None,
-        judge.agreement(model, ranks),
-        trial.whole,
-        latency=trial.latency,
-        tradeoffs=trial.tradeoffs,
+    return replace(
+        trial,
+        model=model,
+        plan=plan,
+        layers=tuple(layer for r in results for layer in r.layers),
+        cost=replace(trial.cost, params=trial.cost.params + gained),
+        evidence=max((r.evidence for r in results), key=lambda e: e.error, default=trial.evidence),
+        settings={**options.described(), **inputs.described(ranks)},
+        advice=tuple(dict.fromkeys(line for r in results for line in r.advice)),
+        scores=Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None,
+        agreement=judge.agreement(model, ranks),
     )
 
 

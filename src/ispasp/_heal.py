@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ispasp.train.checkpoint import Store
 from ispasp.train.devices import accelerated_if_useful, placed
 from ispasp.train.healing import Healing, Networks, Stage
 from ispasp.train.loader import Examples, augmentation
+from ispasp.train.recipe import check_counts, check_number
 
 Augment = Callable[[Batch], Batch]
 _EPOCHS, _LEAST_STEPS, _MOST_STEPS = 20, 300, 3000  # where the user sets no limit
@@ -70,11 +70,10 @@ class Heal:
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "time", "lr"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and math.isfinite(value) and float(value) > 0):
-                raise InputError(f"{name}={value!r}: pass a number above 0, or None")
-        for name, least in (("batch", 1), ("seed", 0), ("checkpoint_every", 1)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
-                raise InputError(f"{name}={getattr(self, name)!r}: pass a whole number of {least} or more")
+            if value is not None:
+                check_number(name, value, lambda value: value > 0, "a number above 0, or None")
+        check_counts(batch=self.batch, checkpoint_every=self.checkpoint_every)
+        check_counts(0, seed=self.seed)
         augmentation(self.augment)
 
     def limit(self, steps_per_epoch: float) -> float:
@@ -87,7 +86,11 @@ class Heal:
 
 @dataclass(frozen=True, eq=False)
 class HealResult:
-    """Result of healing. `before` and `after` are divergences from the dense outputs on held-out examples."""
+    """Result of healing. `before` and `after` are divergences from the dense outputs on held-out examples.
+
+    `history` has such a divergence after some of the steps, as (steps done, divergence). `features` is how many
+    features were compared on the way, `resumed` how many steps came from a checkpoint.
+    """
 
     model: nn.Module = field(repr=False)
     before: float
@@ -96,13 +99,10 @@ class HealResult:
     steps: int
     seconds: float
     features: int
-    """How many features were compared on the way."""
     examples: int
     held_out: int
     history: tuple[tuple[int, float], ...] = field(repr=False)
-    """(steps done, held-out divergence)."""
     resumed: int = 0
-    """How many steps came from a checkpoint."""
 
     @property
     def gained(self) -> float:
@@ -187,12 +187,10 @@ def healed(
             enter(placed(each, accelerator.device))
         examples = Examples(batches, config.batch, config.augment, (config.seed, ranks.rank))
         run = Healing(Networks(model, teacher, accelerator), examples, Examples(held, config.batch), ranks)
-        run.show, run.scaler = progress, accelerator.scaler if accelerator else None
+        run.show = progress
         enter(run.undone_by_errors())
-        counts = {
-            "examples": ranks.total(sum(map(count_examples, batches))),
-            "held_out": ranks.total(sum(map(count_examples, held))),
-        }
+        both = {"examples": batches, "held_out": held}
+        counts = {name: ranks.total(sum(map(count_examples, each))) for name, each in both.items()}
         store = _store(config, counts, ranks, accelerator)
         # of the start, also where a checkpoint goes on
         rates = {} if config.lr else _rates(run.trained(None), min(_TURN, _REACH * run.damage()))
@@ -200,7 +198,7 @@ def healed(
         saved = run.resume(store) if store else {}
         resumed = run.at.step
         run.at.stages = run.at.stages or _stages(run, config, typical, time.monotonic() - start)
-        run.run(store, saved, {name: rate / typical for name, rate in rates.items()})
+        run.run(saved, {name: rate / typical for name, rate in rates.items()})
         at, lr = run.at, max(stage.lr for stage in run.at.stages)
         facts = at.history[0][1], at.best, lr, at.step, time.monotonic() - start, run.pair.features
         return HealResult(model, *facts, **counts, history=tuple(at.history), resumed=resumed)
@@ -211,12 +209,9 @@ def _store(config: Heal, counts: Mapping[str, int], ranks: Team, accelerator: An
     if config.checkpoint is None:
         return None
     names = ("epochs", "steps", "time", "lr", "augment", "blocks", "batch", "seed")
-    settings = {
-        **{name: comparable(getattr(config, name)) for name in names},
-        "mixed_precision": accelerator.mixed_precision if accelerator else "no",
-        **counts,
-        "processes": ranks.size,
-    }
+    precision = accelerator.mixed_precision if accelerator else "no"
+    settings = {name: comparable(getattr(config, name)) for name in names}
+    settings |= {"mixed_precision": precision, **counts, "processes": ranks.size}
     return Store(Path(config.checkpoint), "heal", settings, config.checkpoint_every)
 
 

@@ -23,7 +23,7 @@ from ispasp import _resized
 from ispasp.engine.batches import tensors_of
 from ispasp.graph.trace import named_tensors
 from ispasp.surgery.corrections import parts_of
-from ispasp.surgery.remove import numbers
+from ispasp.surgery.remove import numbers, write_number
 from ispasp.surgery.verify import Frame, output_of, relative_error, watching
 from ispasp.types.dimension import full_length, kept_length
 from ispasp.types.plan import Plan
@@ -76,6 +76,21 @@ def openings(model: Any, plan: Plan, config: Any, write: Callable[[Opening], Pat
             reason = reason or wrong
         why.append(reason)
     return Opening("ispasp", why=tuple(why))
+
+
+def write_configs(model: Any, plan: Plan, folder: Path) -> Any:
+    """Write the dense config of a Hugging Face model, without importing transformers. Returns the config."""
+    holder: Any = nn.Module()
+    holder.config = copy.deepcopy(model.config)
+    for attribute in plan.structure.attributes:
+        if not attribute.module and attribute.name.startswith("config."):
+            write_number(holder, attribute.name, full_length(attribute.extent))
+    holder.config.architectures = [type(model).__name__]
+    holder.config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    return holder.config
 
 
 @dataclass(frozen=True, eq=False)

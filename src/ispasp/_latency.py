@@ -122,18 +122,13 @@ class LatencyResult:
 
 # Timing ---------------------------------------------------------------------------------------------------------
 def timed_pair(
-    dense: nn.Module,
-    pruned: nn.Module,
-    batch: Batch,
-    runtime: Runtime = "eager",
-    repeats: int = 7,
-    ready: list[Job] | None = None,
+    dense: nn.Module, pruned: nn.Module, batch: Batch, runtime: Runtime, repeats: int = 7, jobs: list[Job] | None = None
 ) -> LatencyResult:
-    """Run two models in turn on a batch. `ready` keeps the job of the dense one for the next time."""
-    ready = [] if ready is None or callable(runtime) else ready  # a function may tell seconds, of this moment
+    """Run two models in turn on a batch. `jobs` keeps that of the dense one for the next time."""
+    jobs = [] if jobs is None or callable(runtime) else jobs  # a function may tell seconds, of this moment
     with evaluating(dense), evaluating(pruned):
-        ready[:] = ready or [job(runtime, dense, batch)]
-        runs = _settled([*ready, job(runtime, pruned, batch)], repeats, _WHOLE)
+        jobs[:] = jobs or [job(runtime, dense, batch)]
+        runs = _settled([*jobs, job(runtime, pruned, batch)], repeats, _WHOLE)
     (a, b), (c, d) = (1e3 * statistics.median(each) for each in runs), map(_spread, runs)
     return LatencyResult(a, b, c, d, count_examples(batch), name_of(runtime), torch.get_num_threads())
 
@@ -443,8 +438,8 @@ class Stopwatch:
 
     def __init__(self, work: Work, keep: Latency) -> None:
         """Measure the table, then the dense network and one of half the widths."""
-        self._work, self._dense = work, copied(work.model)
-        self._batch, self._ready = work.inputs.timed, list[Job]()
+        self._work, self._dense, self.budget = work, copied(work.model), keep
+        self._batch, self._jobs = work.inputs.timed, list[Job]()
         found = prunable(work.survey.dimensions, work.options.skip)
         self._half = {d.name: round_half(d.units) for d in found if d.name not in work.unread}
         self.corrected = False
@@ -452,11 +447,11 @@ class Stopwatch:
             ops = [*ops_of(work, self._batch, pointwise=keep.runtime == "eager")]
         table = _of_first_rank(work.team, lambda: measured_terms(ops, keep.runtime, progress=work.options.progress))
         terms = terms_of(ops, table)
-        dense, ratio = self._cut(keep, self._half)
+        dense, ratio = self._cut(self._half)
         self._saved = 1 - ratio  # by half of the units
-        self.budget = replace(keep, model=self._punished(keep, fitted(terms, dense, ratio * dense, self._half)))
+        self.budget = replace(keep, model=self._punished(fitted(terms, dense, ratio * dense, self._half)))
 
-    def _punished(self, keep: Latency, model: LatencyModel) -> LatencyModel:
+    def _punished(self, model: LatencyModel) -> LatencyModel:
         """Raise the times of odd widths if a whole network of them is slower than one with a few more units.
 
         A runtime may change the layout of tensors between ops, which no op alone shows.
@@ -465,26 +460,27 @@ class Stopwatch:
             widths = {n: w - step * (step < min(w, granule(self._work.units[n]))) for n, w in self._half.items()}
             if widths == self._half:
                 break
-            ratio = self._cut(keep, widths)[1]
+            ratio = self._cut(widths)[1]
             if ratio <= (1 + _NEAR) * (1 - self._saved):
                 break  # then rounder widths are not punished either
             model = model.punished(widths, ratio * model.dense, step, power)
         return model
 
-    def _timed(self, keep: Latency, model: nn.Module, plan: Plan | None = None) -> LatencyResult:
+    def _timed(self, model: nn.Module, plan: Plan | None = None) -> LatencyResult:
         """Time a model beside the dense one, cut by a plan if there is one."""
 
         def measure() -> tuple[Any, ...]:
             with removed(model, plan) if plan else nullcontext():
-                return astuple(timed_pair(self._dense, model, self._batch, keep.runtime, keep.repeats, self._ready))
+                keep = self.budget
+                return astuple(timed_pair(self._dense, model, self._batch, keep.runtime, keep.repeats, self._jobs))
 
         return LatencyResult(*_of_first_rank(self._work.team, measure))
 
-    def _cut(self, keep: Latency, widths: Mapping[str, int]) -> tuple[float, float]:
+    def _cut(self, widths: Mapping[str, int]) -> tuple[float, float]:
         """Seconds of the dense model, and the part of them that it takes with these widths."""
         work = self._work
         kept = {name: tuple(range(n)) for name, n in widths.items() if n < work.units[name]}
-        found = self._timed(keep, work.model, Plan(kept, work.survey.structure.folding(kept)))
+        found = self._timed(work.model, Plan(kept, work.survey.structure.folding(kept)))
         return 1e-3 * found.dense, found.pruned / found.dense
 
     def correct(self, widths: Mapping[str, int]) -> bool:
@@ -492,7 +488,7 @@ class Stopwatch:
         model = self.budget.model
         if model is None or not widths:
             return False
-        dense, ratio = self._cut(self.budget, widths)
+        dense, ratio = self._cut(widths)
         off = ratio * dense / self.budget.seconds(dense)
         if abs(off - 1) > _NEAR:
             self.corrected = True
@@ -502,7 +498,7 @@ class Stopwatch:
     def result(self, model: nn.Module, widths: Mapping[str, int]) -> LatencyResult:
         keep, about = self.budget, self.budget.model
         assert about is not None  # noqa: S101  # __init__ has put it there
-        found = self._timed(keep, model)
+        found = self._timed(model)
         predicted, target = found.dense * about.seconds(widths) / about.dense, 1e3 * keep.seconds(1e-3 * found.dense)
         found = replace(found, predicted=predicted, target=target, corrected=self.corrected, reason=self._reason())
         if found.pruned >= found.dense and widths:

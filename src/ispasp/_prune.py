@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,18 +15,7 @@ from ispasp._finetune_between import pruned_between
 from ispasp._heal import Heal, HealResult, healed
 from ispasp._keep import Keep, Widths, prunable, widths
 from ispasp._latency import Stopwatch
-from ispasp._options import (
-    Bias,
-    Compensate,
-    Inputs,
-    Options,
-    Order,
-    Refitted,
-    Ridge,
-    options_for,
-    positive,
-    suggest_names,
-)
+from ispasp._options import Bias, Compensate, Inputs, Options, Order, Refitted, options_for, positive, suggest_names
 from ispasp._proof import Expected, MaskedNetwork, compared, expect, look_closer
 from ispasp._steps import Decisions, Work, decide
 from ispasp._survey import KINDS, Kinds, Scope, survey_kinds
@@ -77,7 +66,7 @@ def prune(
     curves: bool = False,
     loss: Loss | None = None,
     memory: int | None = None,
-    ridge: Ridge = "auto",
+    ridge: float | Literal["auto"] = "auto",
     refit: Refitted = "auto",
     bias: Bias = "auto",
     uniform: bool = False,
@@ -167,7 +156,7 @@ def prune_(
     curves: bool = False,
     loss: Loss | None = None,
     memory: int | None = None,
-    ridge: Ridge = "auto",
+    ridge: float | Literal["auto"] = "auto",
     refit: Refitted = "auto",
     bias: Bias = "auto",
     uniform: bool = False,
@@ -241,7 +230,9 @@ def _pipeline(model: nn.Module, batches: Iterable[Any], options: Options, ranks:
         agreement = judge.agreement(model, ranks)
         scores = Scores(before, scored(options.evaluate, model, ranks)) if options.evaluate else None
         latency = clock.result(model, {**work.counts}) if clock else None
-        result = result_of(work, chosen, done, plan, evidence, folds, scores, agreement, gain, latency)
+        found = result_of(work, chosen, done, plan, evidence, folds)
+        advice = (*found.advice, *(latency.advice() if latency else ()))
+        result = replace(found, advice=advice, scores=scores, agreement=agreement, healed=gain, latency=latency)
         folds.restore(but=plan.structure.folded)
         return result
 
@@ -278,9 +269,8 @@ def _check_keep(work: Work) -> None:
     """Check, before calibration, that this model can be pruned to `keep`."""
     o, survey = work.options, work.survey
     if work.units.keys() <= work.unread.keys():
-        raise NothingToPruneError(
-            "nothing can be pruned: " + "; ".join(f"{n}: {why}" for n, why in work.unread.items())
-        )
+        reasons = "; ".join(f"{name}: {why}" for name, why in work.unread.items())
+        raise NothingToPruneError(f"nothing can be pruned: {reasons}")
     if isinstance(o.keep, Latency):
         return  # takes measuring
     if isinstance(o.keep, Budget):

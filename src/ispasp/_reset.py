@@ -48,8 +48,7 @@ def reset_(
         for name in left & parameters.keys():
             parameters[name].copy_(old[name])
         _check_set(parameters, left)
-        for parameter in parameters.values():
-            parameter.grad = None
+        inner.zero_grad()
     return model
 
 
@@ -107,11 +106,8 @@ def _check(model: nn.Module, init: object, leave: tuple[str, ...]) -> None:
 
 
 def _check_set(parameters: dict[str, nn.Parameter], left: set[str]) -> None:
-    unset = [
-        name
-        for name, p in parameters.items()
-        if name not in left and (not p.is_floating_point() or bool(torch.isnan(p).any()))
-    ]
+    drawn = {name: p for name, p in parameters.items() if name not in left}
+    unset = [name for name, p in drawn.items() if not p.is_floating_point() or bool(torch.isnan(p).any())]
     if unset:
         raise InputError(
             f"nothing gives {', '.join(unset[:5])}{', ...' if len(unset) > 5 else ''} a new initial value (no "

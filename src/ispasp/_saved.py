@@ -34,6 +34,7 @@ COPIES = {PLAN: "plan", CONFIG: "config", GENERATION: "generation_config"}  # fi
 FILES = (*COPIES, WEIGHTS)
 FORMAT, _VERSION = "ispasp", "2"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+Texts = Mapping[str, str]
 _REMEDY = "pass the dense model: ispasp.load(folder, model)"
 
 
@@ -44,8 +45,8 @@ class Saved:
     path: Path
     file: TensorFile
     plan: Plan
-    texts: Mapping[str, str]  # by file name
-    ties: Mapping[str, str]  # name -> the name that its tensor is stored under
+    texts: Texts  # by file name
+    ties: Texts  # name -> the name that its tensor is stored under
     unsaved: Mapping[str, torch.dtype]  # of buffers
     zeros: tuple[str, ...]  # tensors that only the published config asks for
     salt: str
@@ -87,7 +88,7 @@ def opened_save(folder: str | os.PathLike[str]) -> Iterator[Saved]:
         yield Saved(path, file, plan, texts, *_ties_and_unsaved(about, path), zeros, header["texts_sha256"])
 
 
-def writer(header: Mapping[str, str]) -> str | None:
+def writer(header: Texts) -> str | None:
     """The library that wrote a file, by its metadata."""
     return header.get("writer", header.get("format"))
 
@@ -102,16 +103,11 @@ def is_ours(folder: Path) -> bool:
 
 
 def metadata(
-    texts: Mapping[str, str],
-    ties: Mapping[str, str],
-    unsaved: Mapping[str, str],
-    tensors: Mapping[str, Tensor],
-    published: str = "",
-    zeros: Iterable[str] = (),
+    texts: Texts, ties: Texts, unsaved: Texts, tensors: Mapping[str, Tensor], published: str, zeros: Iterable[str]
 ) -> dict[str, str]:
     """The metadata of `model.safetensors`. `texts`: file name -> text of the plan and the configs.
 
-    `published` is the `config.json` of a folder that transformers opens, and `zeros` the tensors added for it.
+    `published` is the `config.json` of a folder that transformers opens, else empty; `zeros` are tensors added for it.
     """
     header = {COPIES[name]: text for name, text in texts.items()}
     header |= {"format": FORMAT, "version": _VERSION, "about": json.dumps({"ties": ties, "unsaved": unsaved})}
@@ -121,13 +117,13 @@ def metadata(
     return header | {"texts_sha256": salt, "tensors_sha256": digest(tensors, salt)}
 
 
-def checksum(header: Mapping[str, str]) -> str:
+def checksum(header: Texts) -> str:
     """Checksum of all metadata but the checksums themselves."""
     texts = sorted((key, text) for key, text in header.items() if key not in ("texts_sha256", "tensors_sha256"))
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-def _texts(header: Mapping[str, str], folder: Path) -> dict[str, str]:
+def _texts(header: Texts, folder: Path) -> dict[str, str]:
     texts = {name: header[key] for name, key in COPIES.items() if key in header}
     if header.get("texts_sha256") != checksum(header) or PLAN not in texts:
         raise _changed(folder / WEIGHTS)

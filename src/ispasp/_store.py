@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import os
 import shutil
@@ -15,28 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ispasp import files
 from ispasp._card import CARD, card, options_text, replaces
-from ispasp._huggingface import CODE, Opening, openings
+from ispasp._huggingface import CODE, Opening, openings, write_configs
 from ispasp._saved import CONFIG, COPIES, FILES, GENERATION, PLAN, WEIGHTS, Saved, build, is_ours, metadata, opened_save
 from ispasp.errors import InputError, PlanError, SaveError, failing_as
-from ispasp.files import (
-    check_dtype,
-    check_names,
-    check_tensor,
-    folder_path,
-    is_regular,
-    make_folder,
-    opened,
-    publish,
-    read_bytes,
-    sync_folder,
-    workspace,
-    write_bytes,
-    write_tensors,
-)
 from ispasp.graph.state import plain
-from ispasp.surgery.remove import Undo, all_or_nothing, fitting, plans_of, read_number, remove_, set_data, write_number
-from ispasp.types.dimension import full_length, kept_length
+from ispasp.surgery.remove import Undo, all_or_nothing, fitting, plans_of, read_number, remove_, set_data
+from ispasp.types.dimension import kept_length
 from ispasp.types.plan import Plan
 
 _WIDER = 8  # a file may have this many times the bytes of the dense model: float64 where the model has bytes
@@ -111,15 +96,15 @@ def save(
     """
     given = model
     model, plan = _model_and_plan(given, plan)
-    folder = folder_path(folder)
+    folder = files.folder_path(folder)
     example = getattr(given, "example", None) if example is None else example
     remedy = "choose a folder that can be written, on a disk that is not full"
     with failing_as(SaveError, f"cannot save {type(model).__name__} to {folder}", remedy), plain(model) as inner:
         plan = _whole(inner, plan) if from_dense else plan
         _check_pruned(inner, plan)
-        make_folder(folder)
+        files.make_folder(folder)
         _check_ours(folder, overwrite)
-        with workspace(folder) as fresh:
+        with files.workspace(folder) as fresh:
             opening = _write(inner, plan, fresh, example)
             if _of_huggingface(inner):
                 _write_beside(inner, plan, opening, given, fresh, folder)
@@ -257,48 +242,33 @@ def _write(model: nn.Module, plan: Plan, folder: Path, example: Any) -> Opening:
 
     def write(way: Opening) -> Path:
         """Write the model for one way to open it, over what was written for another."""
-        files = {**texts, CONFIG: way.config or texts.get(CONFIG, ""), CODE: way.code}
-        for name, text in files.items():
-            write_bytes(folder / name, text.encode()) if text else (folder / name).unlink(missing_ok=True)
+        wanted = {**texts, CONFIG: way.config or texts.get(CONFIG, ""), CODE: way.code}
+        for name, text in wanted.items():
+            files.write_bytes(folder / name, text.encode()) if text else (folder / name).unlink(missing_ok=True)
         every = {**tensors, **way.zeros}
-        write_tensors(folder / WEIGHTS, every, metadata(texts, ties, unsaved, every, way.config, way.zeros))
+        files.write_tensors(folder / WEIGHTS, every, metadata(texts, ties, unsaved, every, way.config, way.zeros))
         return folder
 
     if _of_huggingface(model):
-        config = _write_configs(model, plan, folder)
+        config = write_configs(model, plan, folder)
         configs = (name for name in (CONFIG, GENERATION) if (folder / name).exists())
         texts |= {name: (folder / name).read_text(encoding="utf-8") for name in configs}
         opening = openings(model, plan, config, write, example)
     if opening.way == "ispasp":
         write(opening)
-    with opened(folder / WEIGHTS):
+    with files.opened(folder / WEIGHTS):
         pass  # never publish a file that safetensors cannot read, such as one with too large a header
     return opening
-
-
-def _write_configs(model: Any, plan: Plan, folder: Path) -> Any:
-    """Write the dense config of a Hugging Face model, without importing transformers. Returns the config."""
-    holder: Any = nn.Module()
-    holder.config = copy.deepcopy(model.config)
-    for attribute in plan.structure.attributes:
-        if not attribute.module and attribute.name.startswith("config."):
-            write_number(holder, attribute.name, full_length(attribute.extent))
-    holder.config.architectures = [type(model).__name__]
-    holder.config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
-    return holder.config
 
 
 def _write_beside(model: Any, plan: Plan, opening: Opening, given: Any, fresh: Path, folder: Path) -> None:
     """Write the model card, and copy the tokenizer of a model that came from a local folder."""
     if replaces(folder / CARD):
         facts, settings = getattr(given, "facts", list), getattr(given, "settings", {})
-        write_bytes(fresh / CARD, card(model, plan, opening, facts(), options_text(settings)).encode())
+        files.write_bytes(fresh / CARD, card(model, plan, opening, facts(), options_text(settings)).encode())
     source = Path(str(getattr(model.config, "_name_or_path", "") or "no folder"))
     for name in _BESIDE if (source / CONFIG).is_file() else ():
-        if is_regular(source / name) and not os.path.lexists(folder / name):
+        if files.is_regular(source / name) and not os.path.lexists(folder / name):
             shutil.copyfile(source / name, fresh / name)
 
 
@@ -329,20 +299,20 @@ def _publish(fresh: Path, folder: Path) -> None:
 
     transformers never sees new weights with an old config: that one goes first, and the new one comes last.
     """
-    old, new = (read_bytes(path / CONFIG) if is_regular(path / CONFIG) else b"" for path in (folder, fresh))
+    old, new = (files.read_bytes(path / CONFIG) if files.is_regular(path / CONFIG) else b"" for path in (folder, fresh))
     if old and old != new:
         (folder / CONFIG).unlink()
-    publish(fresh / WEIGHTS, folder / WEIGHTS)
+    files.publish(fresh / WEIGHTS, folder / WEIGHTS)
     name = WEIGHTS
     try:
         found = {path.name for path in fresh.iterdir() if path.is_file()}
         ours = {*COPIES, CODE, *([CARD] if replaces(folder / CARD) else [])}
         for name in sorted((found | ours) - {WEIGHTS}, key=lambda name: (name == CONFIG, name)):
             if name in found:
-                publish(fresh / name, folder / name)
+                files.publish(fresh / name, folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)
-        sync_folder(folder)
+        files.sync_folder(folder)
     except OSError as error:
         raise SaveError(f"{folder} is saved and loads, but {name} is not renewed ({error}): save it again") from error
 
@@ -350,18 +320,18 @@ def _publish(fresh: Path, folder: Path) -> None:
 def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: Undo) -> None:
     slots = _slots(model)
     persistent = {name: slot for name, slot in slots.items() if slot.persistent}
-    check_names(set(persistent), {*tensors, *saved.ties}, saved.path, _AS_SAVED)
+    files.check_names(set(persistent), {*tensors, *saved.ties}, saved.path, _AS_SAVED)
     for name, other in saved.ties.items():
         slot, source = persistent[name], persistent[other].tensor
         if isinstance(slot.tensor, nn.Parameter) != isinstance(source, nn.Parameter):
             raise SaveError(f"{name!r} and {other!r} are tied in {saved.path}; the model has a parameter and a buffer")
-        check_tensor(name, tensors[other], slot.tensor, saved.path, _AS_SAVED)
+        files.check_tensor(name, tensors[other], slot.tensor, saved.path, _AS_SAVED)
         undo.callback(operator.setitem, slot.table, slot.key, slot.tensor)
         slot.table[slot.key] = source
     filled: dict[int, str] = {}
     for name, value in tensors.items():
         tensor = persistent[name].tensor
-        check_tensor(name, value, tensor, saved.path, _AS_SAVED)
+        files.check_tensor(name, value, tensor, saved.path, _AS_SAVED)
         if id(tensor) in filled:
             first = filled[id(tensor)]
             raise SaveError(f"{name!r} and {first!r} are tied in the model, not in {saved.path}: untie them")
@@ -369,5 +339,5 @@ def _fill(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor], undo: U
         set_data(tensor, torch.empty_like(tensor.data, dtype=value.dtype).copy_(value.detach()), None, undo)
     for name, dtype in saved.unsaved.items():  # the constructor makes these; repeat a cast, as by .half()
         if name in slots and (tensor := slots[name].tensor).dtype != dtype:
-            check_dtype(name, dtype, tensor, saved.path, _AS_SAVED)
+            files.check_dtype(name, dtype, tensor, saved.path, _AS_SAVED)
             set_data(tensor, tensor.data.to(dtype), None, undo)

@@ -98,7 +98,15 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Result(Printed):
-    """The pruned model, its plan, cost and evidence. Print it, or show it in a notebook."""
+    """The pruned model, its plan, cost and evidence. Print it, or show it in a notebook.
+
+    `curves` are predicted errors against kept units, (units, errors): of consumers, or of the output where a budget
+    was spent. `tradeoffs` are plain values for predictions of other budgets, empty without curves; the report has a
+    page of them. `scores` are by `evaluate`, before and after; `agreement` is that of predictions with the dense
+    model's. `whole` are hidden dimensions that a budget, `keep` or `skip` left whole. `latency` is the time of a call
+    before and after, where `keep` is a `Latency`. `example` is a small calibration batch, on which `save` compares
+    outputs.
+    """
 
     model: nn.Module = field(repr=False)
     plan: Plan = field(repr=False)
@@ -109,21 +117,13 @@ class Result(Printed):
     settings: Mapping[str, Any]
     advice: tuple[str, ...] = ()  # on how to make the result better, or more certain
     curves: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=dict, repr=False)
-    """Predicted error against kept units, (units, errors): of consumers, or of the output where a budget was spent."""
     scores: Scores | None = None
-    """Scores by `evaluate`, before and after."""
     agreement: Agreement | None = None
-    """Agreement of the pruned model's predictions with the dense one's."""
     whole: tuple[Whole, ...] = ()
-    """Hidden dimensions that a budget, `keep` or `skip` left whole."""
     healed: HealResult | None = None
-    """The result of healing."""
     latency: LatencyResult | None = None
-    """Time of a call before and after, where `keep` is a `Latency`."""
     example: Any = field(default=None, repr=False)
-    """A small calibration batch, which `save` compares outputs on."""
     tradeoffs: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Plain values for predictions of other budgets; the report has a page of them. Empty without curves."""
 
     @property
     def plan_from_dense(self) -> Plan:
@@ -156,26 +156,19 @@ class Result(Printed):
         """Everything but the model's weights, as JSON text."""
         named = asdict(self.scores).items() if self.scores else ()
         finite = {when: {name: v if math.isfinite(v) else None for name, v in row.items()} for when, row in named}
+        plain = ("settings", "agreement", "latency", "unproved", "advice", "cost", "layers", "whole", "frozen")
         record = {
             "format": "ispasp-result",
             "version": 1,
-            "settings": dict(self.settings),
+            **{name: getattr(self, name) for name in plain},
             "scores": finite or None,
-            "agreement": asdict(self.agreement) if self.agreement else None,
             "healed": self.healed.record() if self.healed else None,
-            "latency": asdict(self.latency) if self.latency else None,
             "verified": None if math.isnan(self.verified) else self.verified,
             "proof": str(self.evidence),
-            "unproved": dict(self.unproved),
-            "advice": list(self.advice),
-            "cost": asdict(self.cost),
-            "layers": [asdict(layer) for layer in self.layers],
-            "whole": [asdict(row) for row in self.whole],
-            "frozen": [asdict(row) for row in self.frozen],
             "curves": {name: {"kept": kept, "error": error} for name, (kept, error) in self.curves.items()},
             "plan": json.loads(self.plan.to_json()),
         }
-        return json.dumps(record)
+        return json.dumps(record, default=asdict)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> SavedFolder:
         """Write a folder that `from_pretrained` opens, where it can: `ispasp.save`. Returns it, `.note` says how."""
@@ -205,9 +198,8 @@ class Result(Printed):
         apart = f", {held:,} of them held out" if held else ""
         rest = "" if self.settings["all_examples"] else " (examples=None takes all)"
         facts.append(("calibrated", f"with {used:,} examples{apart}{rest}"))
-        facts += [("healing", str(self.healed))] if self.healed else []
-        facts += [("agreement", str(self.agreement))] if self.agreement else []
-        return [*facts, ("scores", str(self.scores))] if self.scores else facts
+        measured = {"healing": self.healed, "agreement": self.agreement, "scores": self.scores}
+        return [*facts, *((name, str(value)) for name, value in measured.items() if value is not None)]
 
     def _remarks(self) -> list[tuple[str, list[str]]]:
         notes = (note.partition(": ") for layer in self.layers for note in layer.notes)  # of consumers, by name
@@ -249,19 +241,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 # From the steps of `prune` --------------------------------------------------------------------------------------
-def result_of(
-    work: Work,
-    chosen: Widths,
-    done: Decisions,
-    plan: Plan,
-    evidence: Evidence,
-    folds: Folding,
-    scores: Scores | None,
-    agreement: Agreement,
-    gain: HealResult | None,
-    latency: LatencyResult | None = None,
-) -> Result:
-    """Assemble the result from the steps of `prune`."""
+def result_of(work: Work, chosen: Widths, done: Decisions, plan: Plan, evidence: Evidence, folds: Folding) -> Result:
+    """Assemble the result from the steps of `prune`, without what is measured on the pruned model."""
     unread = {name: why for name, why in work.unread.items() if name in chosen.counts}
     return Result(
         work.model,
@@ -271,15 +252,11 @@ def result_of(
         (*work.survey.frozen, *(FrozenAxis(name, why) for name, why in unread.items())),
         evidence,
         {**work.options.described(), **work.inputs.described(work.team)},
-        (*_advice(work, done, evidence, plan), *(latency.advice() if latency else ())),
+        _advice(work, done, evidence, plan),
         {name: (curve.kept, curve.error) for name, curve in chosen.found.curves.items()},
-        scores,
-        agreement,
-        _left_whole(work, {*work.counts, *unread}),
-        gain,
-        latency,
-        work.example,
-        _tradeoffs(work, chosen, done),
+        whole=_left_whole(work, {*work.counts, *unread}),
+        example=work.example,
+        tradeoffs=_tradeoffs(work, chosen, done),
     )
 
 

@@ -228,6 +228,19 @@ def test_a_function_that_holds_the_model_cannot_be_copied() -> None:
     assert ispasp.prune_(model, [X], progress=False).layers
 
 
+def test_a_function_whose_closure_is_empty_is_copied() -> None:
+    factor = 2.0
+
+    def scaled(x: Tensor) -> Tensor:
+        return factor * x
+
+    assert scaled.__closure__
+    del scaled.__closure__[0].cell_contents
+    model = net()
+    model.activation = scaled
+    assert ispasp.prune(model, [X], progress=False).layers
+
+
 class Sign(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 import ispasp
-import ispasp._store as module
+from ispasp import files
 from ispasp._store import load, save
 from ispasp.errors import InputError, IspaspError, MissingExtraError, PlanError, SaveError
 from ispasp.surgery.attention import SlimMultiheadAttention
@@ -333,7 +333,7 @@ def test_interrupted_save_leaves_what_was_there(
         if step == "replace":
             patch.setattr(os, "replace", interrupted)
         else:
-            patch.setattr(module, "write_tensors", full)
+            patch.setattr(files, "write_tensors", full)
         with pytest.raises(KeyboardInterrupt if step == "replace" else SaveError):
             save(pruned("tied_lm"), tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

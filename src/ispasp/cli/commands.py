@@ -37,13 +37,8 @@ def survey(
     loaded = model.load()
     o.LOG.debug("surveying %s", model.model)
     found = ispasp.survey(loaded.model, load_sample(loaded, sample), scope=scope, kinds=kinds)
-    told = {
-        "model": model.model,
-        "cost": asdict(found.cost()),
-        "dimensions": [asdict(row) for row in found.dimensions],
-        "frozen": [asdict(row) for row in found.frozen],
-    }
-    typer.echo(json.dumps(told, indent=2) if as_json else str(found))
+    told = {"model": model.model, "cost": found.cost(), "dimensions": found.dimensions, "frozen": found.frozen}
+    typer.echo(json.dumps(told, indent=2, default=asdict) if as_json else str(found))
 
 
 @o.grouped
@@ -132,12 +127,10 @@ class TrainingOptions:
 
     def chosen(self, teacher: Loaded | None, seed: int) -> dict[str, Any]:
         recipe = Sgd() if self.optimizer == "sgd" else AdamW()
+        recipe = recipe if self.lr is None else replace(recipe, lr=self.lr)
         names = ("epochs", "label_smoothing", "mixed_precision", "accumulate", "checkpoint")
-        return {name: getattr(self, name) for name in names} | {
-            "recipe": recipe if self.lr is None else replace(recipe, lr=self.lr),
-            "teacher": teacher.model if teacher else None,
-            "seed": seed,
-        }
+        given = {name: getattr(self, name) for name in names}
+        return {**given, "recipe": recipe, "teacher": teacher.model if teacher else None, "seed": seed}
 
 
 @o.grouped
@@ -188,7 +181,7 @@ def _judge(val: str, loaded: Loaded, found: Examples, wanted: o.Wanted, batch_si
     unknown = sorted(set(held.classes) - set(found.classes))
     if found.classes and unknown:
         raise InputError(f"--data and --val have different classes, such as {unknown[0]!r}: pass the same sub-folders")
-    return scorer(loaded, held, batch_size, names=found.classes)
+    return scorer(replace(loaded, names=found.classes or loaded.names), held, batch_size)
 
 
 def _save(loaded: Loaded, folder: Path, target: Path, scores: Mapping[str, Any]) -> None:

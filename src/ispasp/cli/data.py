@@ -28,7 +28,7 @@ _IMAGE_COLUMNS, _LABEL_COLUMNS = ("image", "img"), ("label", "labels")
 def from_text(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
     """The lines of a text file that are not empty."""
     lines = [line for line in _text_of(path).splitlines() if line.strip()]
-    return _tokenised([lines], f"{len(lines):,} lines of {path}", loaded, wanted)
+    return _tokenised([lines], f"{len(lines):,} lines of {path}", loaded, wanted, (None, ()))
 
 
 def from_table(path: Path, loaded: Loaded, wanted: Wanted) -> Examples:
@@ -81,9 +81,7 @@ def _column(where: object, columns: Sequence[str], given: str, usual: Sequence[s
     return found
 
 
-def _tokenised(
-    columns: Sequence[Sequence[str]], text: str, loaded: Loaded, wanted: Wanted, labels: Labels = (None, ())
-) -> Examples:
+def _tokenised(columns: Sequence[Sequence[str]], text: str, loaded: Loaded, wanted: Wanted, labels: Labels) -> Examples:
     """Tokenise one column of texts, or two of pairs, and sort by length: a batch is padded to its longest."""
     count = len(columns[0])
     if not count:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -48,7 +48,7 @@ def evaluate(
     prepare = found.preprocessing
     if as_json:
         told = {"model": model.model, "data": data.data, "scored_on": judge.text, "scores": scores}
-        typer.echo(json.dumps(told | {"preprocessing": prepare and prepare.to_dict()}, indent=2))
+        typer.echo(json.dumps({**told, "preprocessing": prepare}, indent=2, default=asdict))
         return
     shown = f"{100 * scores['accuracy']:.2f} %" if judge.name == "accuracy" else f"{scores[judge.name]:.2f}"
     typer.echo(f"{judge.name} {shown} on {judge.text}" + (f"\nimages: {prepare}" if prepare else ""))
@@ -67,10 +67,8 @@ class Scorer:
         return {self.name: self.score(model, track(self.batches, f"scoring on {self.text}", len(self.batches)))}
 
 
-def scorer(
-    loaded: Loaded, found: Examples, batch_size: int, *, examples: int | None = None, names: Sequence[str] = ()
-) -> Scorer:
-    """Perplexity for a causal language model, accuracy for a classifier; `names` of classes replace the model's."""
+def scorer(loaded: Loaded, found: Examples, batch_size: int, *, examples: int | None = None) -> Scorer:
+    """Perplexity for a causal language model, accuracy for a classifier."""
     numbers = found.some(examples or found.count)
     output = runs(loaded, found)
     text = found.text if len(numbers) == found.count else f"{len(numbers):,} of {found.text}"
@@ -86,7 +84,7 @@ def scorer(
             f"{loaded.spec} gives {gives}, no classes and no next tokens: pass a classifier or a causal language "
             "model, or score it from Python, ispasp.prune(..., evaluate=...)"
         )
-    found = matched(found, logits.shape[1], names or loaded.names)
+    found = matched(found, logits.shape[1], loaded.names)
     return Scorer("accuracy", accuracy, found.loader(batch_size, numbers=numbers, labelled=True), text)
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -43,9 +43,6 @@ class Preprocessing:
         how = "" if self.interpolation == "bilinear" else f" ({self.interpolation})"
         crop = f"centre {self.size}x{self.size}"
         return f"shorter side {self.resize}{how}, {crop}, mean {mean}, std {std} ({self.source})"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def sized(self, size: int) -> Preprocessing:
         """The same for another image size, with the margin around the crop in proportion."""

@@ -263,8 +263,8 @@ def fill(model: nn.Module, path: Path) -> None:
     """Load the weights of a file into a model, strictly; tied tensors may be stored once."""
     expected = model.state_dict()
     limit = _BESIDE + _WIDER * sum(tensor.nbytes for tensor in expected.values() if isinstance(tensor, Tensor))
-    given = _unwrapped(_read_weights(path, limit), path)
     try:
+        given = _unwrapped(_read_weights(path, limit), path)
         _check_fits(given, model, path)
     except SaveError as error:
         raise InputError(str(error)) from None
@@ -287,16 +287,14 @@ def _read_weights(path: Path, limit: int) -> Any:
     if not is_regular(path):
         raise InputError(f"no weights at {path}: pass --weights FILE, a safetensors file or a state dict (.pt, .pth)")
     with failing_as(InputError, f"{path} cannot be read as weights", "pass safetensors or a state dict"):
+        if path.suffix == ".safetensors":
+            with opened(path) as stored:
+                return stored.tensors(limit)
         _check_archive(path, limit)
         try:
-            if path.suffix == ".safetensors":
-                with opened(path) as stored:
-                    return stored.tensors(limit)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about pickles, which are errors anyway
                 return torch.load(path, map_location="cpu", weights_only=True)
-        except SaveError as error:
-            raise InputError(str(error)) from None
         except pickle.UnpicklingError as error:
             raise InputError(
                 f"{path} holds more than tensors, which could run code when it is read: save it again with "
@@ -306,8 +304,6 @@ def _read_weights(path: Path, limit: int) -> Any:
 
 def _check_archive(path: Path, limit: int) -> None:
     """Raise for files that torch did not write, and for those that would fill the memory once unpacked."""
-    if path.suffix == ".safetensors":
-        return
     with path.open("rb") as file:
         start = file.read(2)
     if not start.startswith((b"PK", b"\x80")):  # an archive, or a pickle of old versions

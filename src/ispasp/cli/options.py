@@ -22,11 +22,17 @@ from ispasp.errors import InputError, failing_as, visible
 
 LOG = logging.getLogger("ispasp.cli")  # a DEBUG record names the stage that a command has come to
 ALL_KINDS = ",".join(KINDS)
+Parser = Callable[[str], Any]
 DATA, WHAT, IMAGES = "Data", "What to prune", "Images"
 
 
-def option(panel: str | None, text: str, *names: str, parser: Callable[[str], Any] | None = None, **more: Any) -> Any:
-    """An option under one heading of the help page. An InputError of its parser becomes a usage error."""
+def option(
+    panel: str | None, text: str, *names: str, parser: Parser | None = None, completes: Iterable[str] = (), **more: Any
+) -> Any:
+    """An option under one heading of the help page. An InputError of its parser becomes a usage error.
+
+    `completes` are names that a shell completes.
+    """
 
     def parse(typed: str) -> Any:
         try:
@@ -35,6 +41,7 @@ def option(panel: str | None, text: str, *names: str, parser: Callable[[str], An
             raise typer.BadParameter(f"{typed!r}: {error}") from error
 
     more |= {"parser": parse, "metavar": "TEXT"} if parser else {}
+    more |= {"autocompletion": completion(completes)} if completes else {}
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
@@ -90,27 +97,18 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-Data = Annotated[
-    str,
-    option(
-        DATA,
-        "Image folder (sub-folders are classes; a number is the class index itself), .npz, text file (one example per "
-        "line), table (.csv, .tsv) or hf-dataset:NAME; random to try it out.",
-    ),
-]
+_DATA = (
+    "Image folder (sub-folders are classes; a number is the class index itself), .npz, text file (one example per "
+    "line), table (.csv, .tsv) or hf-dataset:NAME; random to try it out."
+)
+Data = Annotated[str, option(DATA, _DATA)]
 BatchSize = Annotated[int, option(DATA, "Examples in a batch.", min=1)]
 InputSize = Annotated[Any, option(DATA, "Size of one random input, such as 3x224x224.", parser=sizes)]
 Dense = Annotated[str, option(None, "Dense model of a pruned folder, if the folder does not name it.", "--model")]
 Device = Annotated[str, option(None, "cpu, cuda, ... Default: cuda if available.")]
 Scope = Annotated[Literal["blocks", "all"], option(WHAT, "blocks, as in the paper, or all: residual streams too.")]
 Kinds = Annotated[
-    Any,
-    option(
-        WHAT,
-        "Kinds of units: neuron, filter, head; comma-separated.",
-        parser=kinds_of,
-        autocompletion=completion(KINDS),
-    ),
+    Any, option(WHAT, "Kinds of units: neuron, filter, head; comma-separated.", parser=kinds_of, completes=KINDS)
 ]
 Json = Annotated[bool, option(None, "Print JSON.", "--json")]
 Force = Annotated[bool, option(None, "Write into a folder that is not empty.", "--force")]
@@ -183,7 +181,7 @@ def _fields(group: Any) -> list[inspect.Parameter]:
     return [p.replace(annotation=hints[p.name]) for p in found if get_origin(hints[p.name]) is Annotated]
 
 
-def writable(out: Path, name: str = "--out ") -> Path:
+def writable(out: Path, name: str = "--out ") -> None:
     """Check, before the work, that a folder can be written to."""
     nearest = out.absolute()
     while not nearest.exists() and nearest != nearest.parent:
@@ -193,7 +191,6 @@ def writable(out: Path, name: str = "--out ") -> Path:
         raise InputError(f"{name}{out}: there is a file of {file}: pass the name of a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise InputError(f"{name}{out}: {nearest} is not writable: pass another folder")
-    return out
 
 
 def warn(warnings: Sequence[str]) -> None:

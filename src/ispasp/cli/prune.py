@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import ispasp
 from ispasp._keep import recipes
-from ispasp._options import Options, best_method
+from ispasp._options import Bias, Options, Order, Refitted, best_method
 from ispasp.budget import Latency, Macs, Params
 from ispasp.cli import options as o
 from ispasp.cli.data import load_data
@@ -32,6 +32,7 @@ from ispasp.train.objective import labels_of, logits_of
 from ispasp.types.plan import Plan
 
 _AMOUNT, _HOW, _HEAL = "How much stays", "How", "Heal"
+_METHODS = f"auto, or one of {', '.join(methods())}; with options as in ispasp:iterations=40,minibatches=true."
 _HEALING = ("time", "steps", "epochs", "augment", "blocks", "checkpoint")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -113,11 +114,7 @@ class AmountOptions:
     runtime: Literal["eager", "compile", "onnx"] = o.opt("eager", _AMOUNT, "What --latency is measured in.")
     latency_batch: int = o.opt(1, _AMOUNT, "Examples in a call that --latency measures.", min=1)
     recipe: Any = o.opt(
-        None,
-        _AMOUNT,
-        f"A network of the paper: {', '.join(recipes)}.",
-        parser=recipe_of,
-        autocompletion=o.completion(recipes),
+        None, _AMOUNT, f"A network of the paper: {', '.join(recipes)}.", parser=recipe_of, completes=recipes
     )
     plan: Any = o.opt(None, _AMOUNT, "Units of a plan.json, as report.html writes for a budget.", parser=plan_of)
     uniform: bool = o.opt(False, _AMOUNT, "Give all layers the same fraction of a budget.", "--uniform")
@@ -141,33 +138,20 @@ class AmountOptions:
 class HowOptions:
     """How units are chosen and consumers refitted."""
 
-    method: Any = o.opt(
-        "auto",
-        _HOW,
-        f"auto, or one of {', '.join(methods())}; with options as in ispasp:iterations=40,minibatches=true.",
-        parser=method_of,
-        autocompletion=o.completion(["auto", *methods()]),
-    )
+    method: Any = o.opt("auto", _HOW, _METHODS, parser=method_of, completes=["auto", *methods()])
     compensate: Literal["dense", "local", "none"] = o.opt(
         "dense", _HOW, "Refit consumers to the dense network, or layer by layer."
     )
-    order: Literal["sequential", "oneshot", "global"] = o.opt(
-        "sequential", _HOW, "Layer by layer, all layers in the dense network, or all units ranked together."
-    )
-    refit: Literal["auto", "consumers", "all"] = o.opt(
+    order: Order = o.opt("sequential", _HOW, "Layer by layer, all in the dense network, or all units ranked together.")
+    refit: Refitted = o.opt(
         "auto", _HOW, "Consumers of pruned units, or all layers after them. auto: all with --compensate dense."
     )
-    bias: Literal["auto", "add", "keep"] = o.opt(
-        "auto", _HOW, "Whether refits may add biases. auto: to layers that read pruned units, unless --uniform."
-    )
+    bias: Bias = o.opt("auto", _HOW, "Whether refits add biases. auto: to readers of pruned units, unless --uniform.")
     ridge: float | None = o.opt(
         None, _HOW, "Ridge of compensation, relative to its inputs' variance. Default: chosen on held-out data."
     )
     memory: Any = o.opt(
-        None,
-        _HOW,
-        "Bytes for waiting activations, such as 2G; beyond that, batches run again for every layer.",
-        parser=bytes_of,
+        None, _HOW, "Bytes of waiting activations, such as 2G; beyond it, batches run again per layer.", parser=bytes_of
     )
     recalibrate: bool = o.opt(False, _HOW, "Re-estimate BatchNorm statistics.", "--recalibrate")
     search: int = o.opt(0, _HOW, "Extra candidate networks that --macs and --params try.", min=0)
@@ -270,7 +254,7 @@ def prune(
     told |= {"model": name, "command": shlex.join(["ispasp", *sys.argv[1:]])}
     told["settings"] |= {name: getattr(data, name) for name in ("data", "val", "seed", "batch_size")}
     told["settings"] |= {"weights": model.weights, "examples": min(data.examples, found.count)}
-    told["settings"] |= {"preprocessing": found.preprocessing.to_dict()} if found.preprocessing else {}
+    told["settings"] |= {"preprocessing": asdict(found.preprocessing)} if found.preprocessing else {}
     told["settings"] |= {"scored_on": judge.text} if judge else {}
     _write(result, told, found, out)
     _print(told, str(result), found, out, as_json=as_json)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from types import FrameType, FunctionType, SimpleNamespace
+from types import CellType, FrameType, FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -332,8 +332,9 @@ def copied(model: nn.Module) -> nn.Module:
     computed = [value for _, value in held if isinstance(value, Tensor) and not value.is_leaf]
     # Functions that a forward may call. Others stand in the place of methods: accelerate's of Module.to.
     called = [value for name, value in held if name == "forward" or not hasattr(nn.Module, name)]
-    cells = [cell.cell_contents for f in called if isinstance(f, FunctionType) for cell in f.__closure__ or ()]
+    cells = [cell for f in called if isinstance(f, FunctionType) for cell in f.__closure__ or ()]
+    reached = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell equals empty ones alone
     with failing_as(InputError, f"{type(model).__name__} cannot be copied", "prune_ works in place"):
-        if any(isinstance(at := getattr(cell, "__self__", cell), nn.Module) and at in inside for cell in cells):
+        if any(isinstance(at := getattr(each, "__self__", each), nn.Module) and at in inside for each in reached):
             raise TypeError("it holds a function that refers to it, and would do so in the copy: make it a method")
         return deepcopy(model, {id(value): value.detach().clone() for value in computed})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from ispasp.errors import visible
@@ -22,14 +23,6 @@ _COMPENSATION = {"dense": "compensated towards the dense network", "local": "com
 _FACETS = 24  # curves that are visible without a click
 _DASH = '<span class="dim">–</span>'
 _MEASURES = {"macs": "MACs for one example", "params": "Parameters", "latency": "Milliseconds of a call"}
-# Browsers load nothing from outside: charts, styles and the script are in the page, and only this script may run.
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src {}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-"""
 
 
 def html(result: Record, curves: Curves | None = None, tradeoffs: Record | None = None) -> str:
@@ -73,9 +66,7 @@ def comparison(told: Record, advice: Sequence[str]) -> str:
         f'<div class="tiles">{"".join(tiles)}</div>',
         *(f'<p class="advice">{escape(text)}</p>' for text in advice),
         _bars("On the way", escape(features), told["layers"], _percent),
-        _bars(
-            "Worst examples", "Their numbers, from 0, and how far the outputs diverge.", told["worst"], "{:.3g}".format
-        ),
+        _bars("Worst examples", "Their numbers, from 0, and how far outputs diverge.", told["worst"], "{:.3g}".format),
     ]
     return page(title, "\n".join(parts))
 
@@ -91,17 +82,24 @@ def _bars(title: str, about: str, errors: Mapping[str, float], text: Callable[[f
 
 
 def page(title: str, body: str, script: str = "") -> str:
-    """A whole page around a body, with a script that runs at its end."""
+    """A whole page around a body, with a script that runs at its end.
+
+    Browsers load nothing from outside: charts, styles and the script are in the page, and only this script may run.
+    """
     digest = b64encode(sha256(script.encode()).digest()).decode()
-    head = _HEAD.format(f"'sha256-{digest}'" if script else "'none'")
-    css = _file("style.css")
-    inner = f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-    inner += f"<script>{script}</script>\n" if script else ""
-    return visible(f"{head}{inner}</body>\n</html>\n")  # names may hold control characters
+    allowed, element = (f"'sha256-{digest}'", f"<script>{script}</script>\n") if script else ("'none'", "")
+    values = {"title": escape(title), "css": _file("style.css"), "body": body}
+    text = _filled("page.html", allowed=allowed, script=element, **values)
+    return visible(f"{text}\n")  # names may hold control characters
 
 
 def _file(name: str) -> str:
     return files("ispasp.report").joinpath(name).read_text("utf-8")
+
+
+def _filled(name: str, **values: object) -> str:
+    """A file of markup with values in the place of its $names."""
+    return Template(_file(name)).substitute(values).rstrip()
 
 
 def _play(tradeoffs: Record) -> str:
@@ -120,25 +118,9 @@ def _play(tradeoffs: Record) -> str:
     )
     text = json.dumps(tradeoffs, separators=(",", ":"))  # ASCII; "<" could end the element
     held = text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-    return f"""<section id="play" hidden><h2>Other budgets</h2>
-<p>Drag the budget. Widths and errors are predicted from the curves of the layers, costs are counted, times come from
-the measured table. The error adds up what every layer does to the output: compare budgets by it. The ring is this
-network. Save the plan, and run the same command with <code>--plan</code> and the file in place of the budget: it keeps
-these units, refits and proves.</p>
-<fieldset><legend>Budget</legend>{options}</fieldset>
-<svg class="tradeoff" role="img" aria-label="predicted error against the budget"></svg>
-<label class="chosen" for="budget"></label>
-<input type="range" id="budget" class="budget" min="0" max="100" step="0.1">
-<div class="tiles">{tiles}</div><h3>From input to output</h3>
-<div class="legend"><span>{svg.KEPT_KEY}stay</span><span>{svg.GONE_KEY}removed</span>
-<span>{svg.STAYS_KEY}cannot be pruned</span></div>
-<div class="sketch" tabindex="0" role="group" aria-describedby="info"
-aria-label="layers from input to output; arrow keys go through them"></div>
-<p class="info" id="info" aria-live="polite">Point at a bar: a layer, as high as the root of its channels. Hatched ones
-say why they stay whole.</p>
-<button type="button" class="download">Save the plan</button>
-<details><summary>Widths <b>{len(tradeoffs["dimensions"])}</b></summary><ul class="list"></ul></details>
-<script type="application/json" id="tradeoffs">{held}</script></section>"""
+    keys = {"kept": svg.KEPT_KEY, "gone": svg.GONE_KEY, "stays": svg.STAYS_KEY}
+    count = len(tradeoffs["dimensions"])
+    return _filled("budgets.html", options=options, tiles=tiles, count=count, held=held, **keys)
 
 
 def _header(title: str, settings: Record) -> str:
@@ -212,12 +194,7 @@ def _widths(rows: Sequence[Record]) -> str:
         high, filled = 100 * math.sqrt(row["units"] / most), 100 * row["kept"] / max(row["units"], 1)
         hint = escape(f"{number}. {row['name']}: {row['kept']} of {row['units']} units stay")
         bars.append(f'<i style="height:{max(high, 4):.1f}%" title="{hint}"><b style="height:{filled:.1f}%"></b></i>')
-    return (
-        "<section><h2>Widths</h2><p>Hidden dimensions from first to last, as high as the root of their units. The "
-        "table has names and numbers.</p>"
-        f'<div class="legend"><span>{svg.KEPT_KEY}stay</span><span>{svg.GONE_KEY}removed</span></div>'
-        f'<div class="sketch" style="max-width:{64 * len(bars)}px">{"".join(bars)}</div></section>'
-    )
+    return _filled("widths.html", kept=svg.KEPT_KEY, gone=svg.GONE_KEY, width=64 * len(bars), bars="".join(bars))
 
 
 def _table(rows: Sequence[Record], compensated: bool) -> str:
@@ -234,13 +211,7 @@ def _table(rows: Sequence[Record], compensated: bool) -> str:
         )
     head = "".join(f'<th class="r">{title}</th>' for title in keys)
     body = "".join(_row(i + 1, row, keys) for i, row in enumerate(rows))
-    return (
-        "<section><h2>Layers</h2><p>Error: how far the outputs of the layers that read these units are from what they "
-        f"should be, relative to their size.{held}</p>{legend}"
-        '<table><thead><tr><th class="r">#</th><th>hidden dimension</th><th>kind</th>'
-        '<th>units that stay</th><th class="r"></th><th class="scale"><span>0</span><span>error</span>'
-        f"<span>100&#8239;%</span></th>{head}</tr></thead><tbody>{body}</tbody></table></section>"
-    )
+    return _filled("layers.html", held=held, legend=legend, head=head, body=body)
 
 
 def _row(number: int, row: Record, keys: Mapping[str, str]) -> str:
@@ -318,12 +289,10 @@ def _certificate(result: Record, layers: Sequence[Record]) -> str:
         for row in layers
     )
     each = _details("layer by layer", len(layers), f"<ul>{rows}</ul>") if rows else ""
-    missing = [{"name": name, "reason": why} for name, why in (result.get("unproved") or {}).items()]
-    return (
-        f'<section class="proof"><h2>Removed equals masked</h2><p class="value">{_rounding(result.get("verified"))}</p>'
-        f"<p>{escape(str(proof))}. Rounding only: otherwise pruning stops with an error.</p>{each}"
-        f"{'<h2>Not proved</h2>' + _grouped(missing) if missing else ''}</section>"
-    )
+    unproved = [{"name": name, "reason": why} for name, why in (result.get("unproved") or {}).items()]
+    missing = f"<h2>Not proved</h2>{_grouped(unproved)}" if unproved else ""
+    error = _rounding(result.get("verified"))
+    return _filled("proof.html", error=error, proof=escape(str(proof)), each=each, missing=missing)
 
 
 def _count(number: float) -> str:

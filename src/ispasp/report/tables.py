@@ -66,7 +66,7 @@ def render(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, An
     └───────┴───────┘
     """
     texts = {column: [column.cell(row) for row in rows] for column in columns}
-    dropped = _fit(texts, _terminal_width())
+    dropped = _fit(texts, shutil.get_terminal_size().columns)
     caption = [note] if note else []
     caption += [f"no room for: {', '.join(column.title for column in dropped)}"] if dropped else []
     table = Table(title=visible(title) or None, caption=visible("\n".join(caption)) or None, caption_justify="left")
@@ -88,10 +88,6 @@ def change(before: int, after: int) -> str:
     '2,000 -> 500 (25.0%)'
     """
     return f"{before:,} -> {after:,} ({after / max(before, 1):.1%})"
-
-
-def _terminal_width() -> int:
-    return shutil.get_terminal_size((80, 24)).columns
 
 
 def _fit(texts: dict[Column, list[str]], width: int) -> list[Column]:
@@ -191,7 +187,7 @@ def _cell(side: str, text: str, tag: str = "td") -> str:
 def _wrapped(label: str, text: str) -> list[str]:
     """Lines as wide as the terminal, indented under the text. Names are not broken."""
     indent = " " * (len(label) if label.strip() else len(label) + 2)
-    wrapper = textwrap.TextWrapper(max(_terminal_width(), 40), label, indent)
+    wrapper = textwrap.TextWrapper(max(shutil.get_terminal_size().columns, 40), label, indent)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(text) or [label.rstrip()]
 

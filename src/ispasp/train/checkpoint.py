@@ -26,6 +26,7 @@ _MEMORY = {"SGD": {"momentum_buffer"}, "Adam": _ADAM, "AdamW": _ADAM}  # state o
 
 Found = TypeVar("Found")
 Parts = Mapping[str, Mapping[str, Tensor]]  # part, such as "model" -> name -> tensor
+Build = Callable[[dict[str, Any], Parts], Found]  # what was written beside the tensors, and these -> what they mean
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ class Store:
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             raise SaveError(f"cannot write a checkpoint to {self.folder}: {error}") from error
 
-    def read(
-        self, ranks: Team, model: nn.Module, steps: float, build: Callable[[dict[str, Any], Parts], Found]
-    ) -> Found | None:
+    def read(self, ranks: Team, model: nn.Module, steps: float, build: Build[Found]) -> Found | None:
         """Read the checkpoint and pass it to `build`; None if there is none. All ranks read the same.
 
         Raises if it is from a run with other settings or of more than `steps` steps.
@@ -74,14 +73,10 @@ class Store:
         # Nobody writes before all have read.
         numbers = ranks.gather("the step of the checkpoint", found[0] if found else -1)
         if len(set(numbers)) > 1:
-            raise InputError(
-                f"processes read steps {numbers} from {self.folder} (-1: no checkpoint): give all of them the same file"
-            )
+            raise InputError(f"processes read steps {numbers} from {self.folder} (-1: none): give all the same file")
         return found[1] if found else None
 
-    def _read(
-        self, model: nn.Module, steps: float, build: Callable[[dict[str, Any], Parts], Found]
-    ) -> tuple[int, Found]:
+    def _read(self, model: nn.Module, steps: float, build: Build[Found]) -> tuple[int, Found]:
         many = 0 if steps == float("inf") else int(steps)
         limit = _STATES * sum(t.nbytes for t in model_tensors(model).values()) + 8 * many + _BESIDE
         try:
@@ -138,15 +133,13 @@ def check_fits(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The state of an optimizer by number of the parameter and name, such as "0/momentum_buffer"."""
-    found = {}
+    found, kind = {}, type(optimizer).__name__
     for number, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 found[f"{number}/{key}"] = value
             elif value is not None:
-                raise SaveError(
-                    f"{type(optimizer).__name__} keeps {key!r}, a {type(value).__name__}: only tensors can be saved"
-                )
+                raise SaveError(f"{kind} keeps {key!r}, a {type(value).__name__}: only tensors can be saved")
     return found
 
 
@@ -162,7 +155,5 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tens
         state.setdefault(place, {})[key] = tensor
     known = _MEMORY.get(type(optimizer).__name__)
     if not fits or (known is not None and any(memory.keys() != known for memory in state.values())):
-        raise InputError(
-            "the checkpoint's run trained other parameters: set requires_grad as it was, or pass another folder"
-        )
+        raise InputError("the saved run trained other parameters: set requires_grad as it was, or pass another folder")
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -27,8 +27,7 @@ def need_accelerate(what: str = "fine-tuning") -> None:
         raise MissingExtraError(f"{what} needs accelerate: pip install 'ispasp[train]'")
 
 
-@contextmanager
-def accelerated_if_useful(mixed_precision: str | None, *, join: bool) -> Iterator[Any]:
+def accelerated_if_useful(mixed_precision: str | None, *, join: bool) -> AbstractContextManager[Any]:
     """An Accelerator where it makes a difference: in mixed precision, on a GPU, in several processes. Else None.
 
     `join`: processes of torchrun that are not connected yet become a group.
@@ -38,10 +37,8 @@ def accelerated_if_useful(mixed_precision: str | None, *, join: bool) -> Iterato
     if mixed_precision is not None:
         need_accelerate(f"mixed_precision={mixed_precision!r}")
     elif find_spec("accelerate") is None or not (launched or torch.accelerator.is_available()):
-        yield None
-        return
-    with accelerated(mixed_precision) as accelerator:
-        yield accelerator
+        return nullcontext()
+    return accelerated(mixed_precision)
 
 
 @contextmanager

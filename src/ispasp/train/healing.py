@@ -72,6 +72,7 @@ class Networks:
         self.student, self.teacher = student, teacher
         self._device = accelerator.device if accelerator else next(student.parameters()).device
         self._autocast = accelerator.autocast if accelerator else nullcontext
+        self.scaler = accelerator.scaler if accelerator else None  # for fp16
         self._pairs: dict[Any, Pair] = {}
 
     def pair(self, batch: Batch, block: int | None = None) -> Pair:
@@ -95,7 +96,7 @@ class Healing:
 
     def __init__(self, networks: Networks, examples: Examples, judges: Examples, ranks: Team) -> None:
         self.networks, self.examples, self.ranks = networks, examples, ranks
-        self.scaler: Any = None  # of accelerate, for fp16
+        self.store: Store | None = None
         self.show = True
         self._judges = judges.first(_JUDGES)
         named = networks.student.named_parameters()
@@ -124,7 +125,7 @@ class Healing:
         return {name: p for name, p in self._parameters.items() if name in names}
 
     # Training ---------------------------------------------------------------------------------------------------
-    def run(self, store: Store | None, saved: Parts, scales: Mapping[str, float]) -> None:
+    def run(self, saved: Parts, scales: Mapping[str, float]) -> None:
         """Train through all stages, from the `saved` state of a checkpoint. The student ends in its best state.
 
         `scales` of the learning rate, by parameter; 1 for the others.
@@ -141,12 +142,12 @@ class Healing:
             optimizer = torch.optim.Adam(groups, betas=_BETAS)
             restore_optimizer(optimizer, saved.get("optimizer", {}))
             saved = {}
-            self._stage(stage, precise, optimizer, store)
+            self._stage(stage, precise, optimizer)
             at.stage, at.done, at.spent = at.stage + 1, 0, 0.0
-            self._save(store, {}, None, last=at.stage == len(at.stages))
+            self._save({}, None, last=at.stage == len(at.stages))
         self._set(self._kept)
 
-    def _stage(self, stage: Stage, precise: Values, optimizer: torch.optim.Optimizer, store: Store | None) -> None:
+    def _stage(self, stage: Stage, precise: Values, optimizer: torch.optim.Optimizer) -> None:
         """Train one stage, and keep its best state by the distance at its end."""
         at, whole = self.at, stage.block is None
         self._clock = time.monotonic()
@@ -157,19 +158,17 @@ class Healing:
             end = (math.floor(position * _CHECKS) + 1) / _CHECKS
             total = None if math.isinf(stage.steps) else math.ceil((end - position) * stage.steps)
             what = f"healing{'' if stage.block is None else f' block {stage.block + 1}'}, {at.goal:.4g} apart"
-            for finite in track(self._leg(stage, precise, optimizer, store, end), what, total, show=self.show):
+            for finite in track(self._leg(stage, precise, optimizer, end), what, total, show=self.show):
                 if not finite:
                     self._set(self._good)
                     return
             self._look(stage, precise)
-            self._save(store, precise, optimizer)
+            self._save(precise, optimizer)
         self._set(self._good)
         if not whole:
             self._judge(self._divergence(None))
 
-    def _leg(
-        self, stage: Stage, precise: Values, optimizer: torch.optim.Optimizer, store: Store | None, end: float
-    ) -> Iterator[bool]:
+    def _leg(self, stage: Stage, precise: Values, optimizer: torch.optim.Optimizer, end: float) -> Iterator[bool]:
         """Take steps up to a position in the stage. Yields after each whether the loss was finite."""
         position = self._position(stage)
         while position < end:
@@ -178,7 +177,7 @@ class Healing:
             yield self._step(stage.block, precise, optimizer)
             position = self._position(stage)
             if position < end:
-                self._save(store, precise, optimizer)
+                self._save(precise, optimizer)
 
     def _position(self, stage: Stage) -> float:
         """Fraction of the stage that is done, the same on all ranks. The first step is always taken."""
@@ -189,7 +188,7 @@ class Healing:
 
     def _step(self, block: int | None, precise: Values, optimizer: torch.optim.Optimizer) -> bool:
         """Take one optimizer step, by the mean gradient over ranks. False if the loss is not finite."""
-        ranks, parameters = self.ranks, [*self.trained(block).values()]
+        ranks, scaler, parameters = self.ranks, self.networks.scaler, [*self.trained(block).values()]
         batch = self.examples.batch(self.at.step)
         loss = self.networks.distance(batch, block).loss
         if not loss.requires_grad:
@@ -197,18 +196,18 @@ class Healing:
         if not math.isfinite(ranks.total(float(loss.detach()))):
             self._check(batch, block)
             return False
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled = loss if scaler is None else scaler.scale(loss)
         found = torch.autograd.grad(scaled, parameters, materialize_grads=True, allow_unused=True)
         if ranks.size > 1:
             summed = ranks.sum_tensors({"gradients": torch.cat([g.flatten() for g in found])})["gradients"]
             found = torch.split(summed / ranks.size, [g.numel() for g in found])
         for value, gradient in zip(precise.values(), found, strict=True):
             value.grad = gradient.reshape(value.shape).to(value)
-        if self.scaler is None:
+        if scaler is None:
             optimizer.step()
         else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+            scaler.step(optimizer)
+            scaler.update()
         self._set(precise)
         self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
         return True
@@ -273,10 +272,9 @@ class Healing:
     def _values(self, names: Iterable[str]) -> Values:
         return {name: self._parameters[name].detach().clone() for name in names}
 
-    def _save(
-        self, store: Store | None, precise: Values, optimizer: torch.optim.Optimizer | None, *, last: bool = False
-    ) -> None:
+    def _save(self, precise: Values, optimizer: torch.optim.Optimizer | None, *, last: bool = False) -> None:
         """Write a checkpoint, every `store.every` steps and at the end."""
+        store = self.store
         if store is None or self.ranks.rank or not (last or self.at.step % store.every == 0):
             return
         parts: Parts = {
@@ -288,8 +286,8 @@ class Healing:
         store.write(asdict(self.at) | {"stages": list(map(astuple, self.at.stages))}, parts)
 
     def resume(self, store: Store) -> Parts:
-        """Restore the state of a checkpoint, if there is one. Returns its tensors."""
-        tensors = model_tensors(self.networks.student)
+        """Write checkpoints to a store, and restore the state of the one in it, if any. Returns its tensors."""
+        self.store, tensors = store, model_tensors(self.networks.student)
         found = store.read(self.ranks, self.networks.student, math.inf, _restored)
         if found is None:
             return {}
@@ -298,14 +296,10 @@ class Healing:
         check_fits(tensors, saved)
         fixed = tensors.keys() - self._parameters.keys()
         shapes = {name: p.shape for name, p in self._parameters.items()}
-        if (
-            any(not torch.equal(tensors[name].cpu(), saved[name]) for name in fixed)
-            or {name: value.shape for name, value in now.items()} != shapes
-            or not parts["good"].keys() <= shapes.keys()
-        ):
-            raise InputError(
-                "the checkpoint is of another model or other parameters: pass that run's model, or another folder"
-            )
+        same = all(torch.equal(tensors[name].cpu(), saved[name]) for name in fixed)
+        known = {name: value.shape for name, value in now.items()} == shapes and parts["good"].keys() <= shapes.keys()
+        if not (same and known):
+            raise InputError("the checkpoint is of another model or parameters: pass that run's, or another folder")
         self._kept, self._good = {name: saved[name] for name in shapes}, dict(parts["good"])
         self._set(now)
         return parts

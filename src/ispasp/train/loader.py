@@ -70,10 +70,9 @@ class StepLoader:
 
     def resume(self, states: Sequence[Tensor]) -> None:
         """Set the loader's generators to what they were when the epoch to be read next began."""
-        if len(states) != len(self._generators):
-            raise InputError(
-                f"the checkpoint's loader has {len(states)} generators, this one {len(self._generators)}: pass that one"
-            )
+        here, there = len(self._generators), len(states)
+        if here != there:
+            raise InputError(f"the checkpoint's loader has {there} generators, this one {here}: pass that one")
         try:
             for generator, state in zip(self._generators, states, strict=True):
                 torch.Generator(generator.device).set_state(state)  # a trial, so that all are set or none

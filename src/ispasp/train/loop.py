@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,33 +21,33 @@ from ispasp.report import track
 from ispasp.train.checkpoint import Parts, Store, check_fits, model_tensors, optimizer_tensors, restore_optimizer
 from ispasp.train.devices import accelerated, draws_alone, placed, shared, wrapped
 from ispasp.train.loader import STEP, Group, StepLoader, seed_everything
-from ispasp.train.objective import Batch
+from ispasp.train.objective import Autocast, Batch
 from ispasp.train.recipe import Recipe
 
-Autocast = Callable[[], AbstractContextManager[Any]]
 NO_SCORE = object()  # what `evaluate` may return to give none
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Everything that decides a training run, except the model and the loader."""
+    """Everything that decides a training run, except the model and the loader.
+
+    `loss` is the mean over the examples of a batch; other models than its first argument run under the autocast. The
+    `teachers` are models that it runs: put on the same device, in eval mode. `facts` are its settings, for checkpoints,
+    which are written to `folder` every `every` steps.
+    """
 
     recipe: Recipe
     loss: Callable[[nn.Module, Batch, Autocast], Tensor]
-    """The mean over the examples of a batch. Other models than the first argument run under the autocast."""
     epochs: float
     accumulate: int = 1
     seed: int = 0
     mixed_precision: str | None = None
     folder: Path | None = None
-    """Where checkpoints are written, one every `every` steps."""
     every: int = 100
     progress: bool = True
     evaluate: Callable[[nn.Module], Any] | None = None
     teachers: tuple[nn.Module, ...] = ()
-    """Models that the loss runs: put on the same device, in eval mode."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the loss, for checkpoints."""
 
     def steps(self, batches: int) -> int:
         """Number of optimizer steps, for a loader of that many batches."""
@@ -55,15 +55,8 @@ class Run:
 
     def settings(self, batches: int, precision: str) -> dict[str, Any]:
         """Settings that must be equal to resume a checkpoint."""
-        return {
-            "recipe": repr(self.recipe),
-            "epochs": self.epochs,
-            "batches": batches,
-            "accumulate": self.accumulate,
-            **self.facts,
-            "mixed_precision": precision,
-            "seed": self.seed,
-        }
+        own = {name: getattr(self, name) for name in ("epochs", "accumulate", "seed")}
+        return {"recipe": repr(self.recipe), **own, "batches": batches, **self.facts, "mixed_precision": precision}
 
 
 def train(run: Run, model: nn.Module, loader: Any) -> tuple[tuple[float, ...], int, Mapping[int, float]]:
@@ -91,23 +84,19 @@ def train(run: Run, model: nn.Module, loader: Any) -> tuple[tuple[float, ...], i
         optimizer = run.recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         store = None if run.folder is None else Store(run.folder, "finetune", settings, run.every)
         found = store.read(ranks, model, run.steps(len(loader)), _saved) if store else None
-        if found is not None:
+        losses, scores = (found.losses, found.scores) if found else ([], {})
+        if found:
             found.restore(model, optimizer, batches, accelerator.scaler)
         whole = enter(wrapped(accelerator, model))
         stepper = optimizer if accelerator.scaler is None else accelerator.prepare_optimizer(optimizer)
-        return _Loop(run, store, accelerator, model, whole, optimizer, stepper, batches).train(found)
+        return _Loop(run, store, accelerator, model, whole, optimizer, stepper, batches, losses, scores).train()
 
 
 def _check_alike(ranks: Team, run: Run, settings: Mapping[str, Any], model: nn.Module) -> None:
     """Raise if ranks differ in settings or weights: DistributedDataParallel would overwrite them silently."""
-    facts = {
-        **settings,
-        "evaluate": run.evaluate,
-        "checkpoint": run.folder is not None,
-        "checkpoint_every": run.every,
-        "trainable parameters": [name for name, p in model.named_parameters() if p.requires_grad],
-    }
-    alike(ranks, "the settings of finetune", lambda: facts, SAME_OPTIONS)
+    trained = {"trainable parameters": [name for name, p in model.named_parameters() if p.requires_grad]}
+    facts = {"evaluate": run.evaluate, "checkpoint": run.folder is not None, "checkpoint_every": run.every}
+    alike(ranks, "the settings of finetune", lambda: {**settings, **facts, **trained}, SAME_OPTIONS)
     weights_alike(ranks, model)
     for teacher in run.teachers:
         weights_alike(ranks, teacher, of="the teacher")
@@ -159,17 +148,13 @@ class _Loop:
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer; for fp16 as accelerate wraps it
     batches: StepLoader
-    losses: list[float] = field(default_factory=list)
-    scores: dict[int, float] = field(default_factory=dict)
+    losses: list[float]  # of the steps done
+    scores: dict[int, float]
 
-    def train(self, found: _Saved | None) -> tuple[tuple[float, ...], int, Mapping[int, float]]:
-        run, start, steps = self.run, 0, self.run.steps(self.batches.batches)
-        if found is None:
+    def train(self) -> tuple[tuple[float, ...], int, Mapping[int, float]]:
+        run, start, steps = self.run, len(self.losses), self.run.steps(self.batches.batches)
+        if start == 0:
             self._save(0)
-        else:
-            start = found.step
-            self.losses.extend(found.losses)
-            self.scores.update(found.scores)
         show = run.progress and self.accelerator.is_main_process
         for step in track(range(start, steps), "fine-tuning", steps - start, show=show):
             group = self.batches.group(step)

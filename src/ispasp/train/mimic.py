@@ -46,14 +46,16 @@ class Distance:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """The graphs of student and teacher for batches of one shape. They return matched features, then outputs."""
+    """The graphs of student and teacher for batches of one shape. They return matched features, then outputs.
+
+    `blocks` has the parameters that each feature reads and no feature before it; last, those that only outputs read.
+    """
 
     student: Trace
     teacher: Trace
     features: int
     measures: tuple[tuple[Measure, ...], ...]  # of each output; none where the two do not compare
     blocks: tuple[frozenset[str], ...] = ()
-    """The parameters that each feature reads and no feature before it; last, those that only outputs read."""
     names: tuple[str, ...] = ()  # of the modules that make the features
 
     def distance(
@@ -147,10 +149,8 @@ def _run(traced: Trace, model: nn.Module, batch: Batch, trained: Collection[str]
     inputs = iter(pytree.tree_leaves(pytree.tree_map_only(Tensor, torch.clone, call_arguments(batch))))
     sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
     given = (next(inputs) if source.kind == "input" else tensors[source.name] for source in sources)
-    under_autocast = any("autocast" in node.meta for node in traced.graph.nodes)
-    run: Callable[..., tuple[Tensor, ...]] = (
-        _Interpreter(traced.module).run if under_autocast else traced.module.forward
-    )
+    casts = any("autocast" in node.meta for node in traced.graph.nodes)
+    run: Callable[..., tuple[Tensor, ...]] = _Interpreter(traced.module).run if casts else traced.module.forward
     return run(*given)
 
 

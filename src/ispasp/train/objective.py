@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from ispasp.engine.batches import NAMES, Labels, described
 from ispasp.errors import InputError
 from ispasp.graph.state import unwrapped
 from ispasp.graph.trace import run
+from ispasp.train.recipe import check_number
 
 Batch = Any  # Tensor: inputs only; tuple or list: inputs, then labels; mapping: keyword arguments, with "labels"
 Loss = Callable[[Any, Batch], Tensor]  # (output of the model, batch) -> mean over the examples of the batch
+Autocast = Callable[[], AbstractContextManager[Any]]
 _OWN_LOSS = "pass loss=lambda output, batch: ..."
 _LABEL_ARGUMENTS = ("target", "targets", "label", "labels")
 
@@ -74,10 +75,8 @@ class LabelLoss:
     def check(self, batch: Any) -> None:
         """Raise InputError if the batch has no labels."""
         if labels_of(batch) is None:
-            name = getattr(self.loss, "__name__", type(self.loss).__name__)
-            raise InputError(
-                f"{name} takes labels, and a {type(batch).__name__} has none: yield (inputs, labels), or {_OWN_LOSS}"
-            )
+            name, kind = getattr(self.loss, "__name__", type(self.loss).__name__), type(batch).__name__
+            raise InputError(f"{name} takes labels, and a {kind} has none: yield (inputs, labels), or {_OWN_LOSS}")
 
 
 def loss_of(loss: Callable[[Any, Any], Tensor] | None) -> Loss | None:
@@ -110,10 +109,10 @@ class Teacher:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise InputError(f"the teacher is a {type(self.model).__name__}: pass a torch.nn.Module")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InputError(f"temperature={self.temperature}: pass a number above 0")
-        if not 0 < self.weight <= 1:
-            raise InputError(f"weight={self.weight}: pass the teacher's part of the loss, above 0 and at most 1")
+        check_number("temperature", self.temperature, lambda t: t > 0, "a number above 0")
+        check_number(
+            "weight", self.weight, lambda w: 0 < w <= 1, "the teacher's part of the loss, above 0 and at most 1"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,14 +130,13 @@ class Objective:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise InputError(f"label_smoothing={self.label_smoothing}: pass a number of at least 0 and below 1")
+        check_number(
+            "label_smoothing", self.label_smoothing, lambda s: 0 <= s < 1, "a number of at least 0 and below 1"
+        )
         if self.loss is not None and self.label_smoothing:
             raise InputError("label_smoothing is for the built-in cross entropy: smooth the labels in your loss")
 
-    def __call__(
-        self, model: nn.Module, batch: Batch, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Batch, autocast: Autocast = nullcontext) -> Tensor:
         """The mean over the examples. The teacher runs under `autocast`, without gradients."""
         teacher = self.teacher
         taught = 0.0 if teacher is None else teacher.weight
@@ -177,10 +175,9 @@ def distance(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     Classes are along axis 1 of (batch, classes) and (batch, classes, h, w), and along axis 2 of
     (batch, positions, classes).
     """
-    if student.shape != teacher.shape or student.ndim < 2:
-        raise InputError(
-            f"the model gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}: both need (batch, classes)"
-        )
+    here, there = tuple(student.shape), tuple(teacher.shape)
+    if here != there or len(here) < 2:
+        raise InputError(f"the model gives {here}, the teacher {there}: both need (batch, classes)")
     axis = 2 if student.ndim == 3 else 1
     if student.shape[axis] == 1:
         raise InputError("the model gives one number per example, whose softmax is always 1: pass a loss, no teacher")
@@ -205,7 +202,5 @@ def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
 
 def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise InputError(
-            f"the loss is {described(value)}: it must be one number, the mean over the examples of the batch"
-        )
+        raise InputError(f"the loss is {described(value)}: it must be one number, the mean over the batch's examples")
     return value.reshape(())

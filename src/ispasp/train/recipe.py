@@ -36,11 +36,11 @@ class Recipe(ABC):
     warmup: float
 
     def __post_init__(self) -> None:
-        _check("lr", self.lr, lambda lr: lr > 0, "a learning rate above 0")
-        _check("weight_decay", self.weight_decay, lambda decay: decay >= 0, "a number of 0 or more")
+        check_number("lr", self.lr, lambda lr: lr > 0, "a learning rate above 0")
+        check_number("weight_decay", self.weight_decay, lambda decay: decay >= 0, "a number of 0 or more")
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule={self.schedule!r}: choose from {list(SCHEDULES)}")
-        _check("warmup", self.warmup, lambda part: 0 <= part < 1, "a part of the run, from 0 to below 1")
+        check_number("warmup", self.warmup, lambda part: 0 <= part < 1, "a part of the run, from 0 to below 1")
 
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, ... of `steps`.
@@ -76,7 +76,7 @@ class Sgd(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1")
+        check_number("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0 to below 1")
         if self.nesterov and not self.momentum:
             raise InputError("nesterov=True needs momentum: pass momentum=0.9")
 
@@ -105,7 +105,7 @@ class AdamW(Recipe):
         if not (isinstance(self.betas, (tuple, list)) and len(self.betas) == 2):
             raise InputError(f"betas={self.betas!r}: pass two numbers, such as (0.9, 0.999)")
         for beta in self.betas:
-            _check("betas", beta, lambda beta: 0 <= beta < 1, "two numbers from 0 to below 1")
+            check_number("betas", beta, lambda beta: 0 <= beta < 1, "two numbers from 0 to below 1")
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, self.lr, betas=self.betas, weight_decay=self.weight_decay)
@@ -135,9 +135,17 @@ class Soft:
     norm: float = 2.0
 
     def __post_init__(self) -> None:
-        _check("norm", self.norm, lambda norm: norm > 0, "a number above 0, such as 2")
+        check_number("norm", self.norm, lambda norm: norm > 0, "a number above 0, such as 2")
 
 
-def _check(name: str, value: Any, fits: Callable[[float], bool], wanted: str) -> None:
+def check_number(name: str, value: Any, fits: Callable[[float], bool], wanted: str) -> None:
+    """Raise unless an option is a finite number that fits."""
     if not (isinstance(value, Real) and math.isfinite(value) and fits(float(value))):
         raise InputError(f"{name}={value!r}: pass {wanted}")
+
+
+def check_counts(least: int = 1, **options: Any) -> None:
+    """Raise unless the options are whole numbers, not below the least."""
+    for name, value in options.items():
+        if not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={value!r}: pass a whole number of {least} or more")
