@@ -133,10 +133,9 @@ class _Family:
     def shapes(self, config: Config, within: str = "") -> Shapes | None:
         """The shapes of all tensors, or of those of one layer."""
         changes = {name: value for name, value in config.items() if within and value != self.dense.get(name)}
-        try:
+        with suppress(Exception):  # configs and constructors refuse in their own ways
             return _shapes(self.built(self.dense if within else config, changes), within)
-        except Exception:  # configs and constructors refuse in their own ways
-            return None
+        return None
 
     def text(self, config: Config) -> str:
         return str(self.cls.config_class.from_dict(copy.deepcopy(config)).to_json_string())
@@ -255,13 +254,11 @@ class _Family:
         """Whether a layer that is built with these changes gives what the pruned layer gave."""
         layer = self.built(self.dense, changes).get_submodule(path).to_empty(device=self.model.device).eval()
         layer, mine = layer.to(self.model.dtype), named_tensors(self.model.get_submodule(path))
-        try:
-            with torch.no_grad():
-                for name, tensor in named_tensors(layer).items():
-                    tensor.copy_(mine[name]) if name in mine else tensor.zero_()
-                return relative_error(tensors_of(layer(*frame.args, **frame.kwargs)), expected) <= self.limit
-        except Exception:  # a constructor or a forward may raise anything
-            return False
+        with suppress(Exception), torch.no_grad():  # a forward may raise anything
+            for name, tensor in named_tensors(layer).items():
+                tensor.copy_(mine[name]) if name in mine else tensor.zero_()
+            return relative_error(tensors_of(layer(*frame.args, **frame.kwargs)), expected) <= self.limit
+        return False
 
     def with_code(self, config: Config) -> Opening:
         """A folder with code: every class that transformers has for this kind of model, resized."""

@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,11 +95,9 @@ def writer(header: Texts) -> str | None:
 
 def is_ours(folder: Path) -> bool:
     """Whether ispasp wrote the weights in a folder."""
-    try:
-        with opened(folder / WEIGHTS) as file:
-            return writer(file.metadata) == FORMAT
-    except SaveError:
-        return False
+    with suppress(SaveError), opened(folder / WEIGHTS) as file:
+        return writer(file.metadata) == FORMAT
+    return False
 
 
 def metadata(

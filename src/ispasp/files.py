@@ -36,10 +36,9 @@ def folder_path(folder: Any) -> Path:
 
 def is_regular(path: Path) -> bool:
     """Whether the path is a file: no folder, no pipe, no device."""
-    try:
+    with suppress(OSError, ValueError):  # the name is too long, or holds a null byte
         return stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):  # the name is too long, or holds a null byte
-        return False
+    return False
 
 
 def memory() -> int:
@@ -218,13 +217,11 @@ def workspace(folder: Path) -> Iterator[Path]:
 
 def _locked(handle: int | None, *, exclusive: bool) -> bool:
     """Lock the folder if the file system can. An exclusive lock fails while others hold a shared one."""
-    if handle is None:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        if handle is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+            return True
+    return False
 
 
 def make_folder(folder: Path) -> None:

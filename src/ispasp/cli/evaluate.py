@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -74,10 +75,9 @@ def scorer(loaded: Loaded, found: Examples, batch_size: int, *, examples: int | 
     text = found.text if len(numbers) == found.count else f"{len(numbers):,} of {found.text}"
     if is_causal(loaded.model):
         return Scorer("perplexity", perplexity, found.loader(batch_size, numbers=numbers), text)
-    try:
+    logits = torch.empty(0)
+    with suppress(InputError):
         logits = logits_of(output)
-    except InputError:
-        logits = torch.empty(0)
     if logits.ndim != 2 or logits.shape[1] < 2:
         gives = tuple(logits.shape) if logits.numel() else f"a {type(output).__name__}"
         raise InputError(

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -65,10 +66,9 @@ def kinds_of(text: str) -> tuple[str, ...]:
 
 def colours(text: str, least: float = -math.inf) -> tuple[float, ...]:
     """Parse comma-separated numbers above `least`: one, or one per colour."""
-    try:
+    found: tuple[float, ...] = ()
+    with suppress(ValueError):
         found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = ()
     if len(found) not in (1, 3) or not all(least < value < math.inf for value in found):
         raise InputError("pass one number or three, such as 0.5,0.5,0.5")
     return found
@@ -90,10 +90,9 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if not equals:
             raise InputError(f"{text!r}: {item!r} is not an option; write name:key=value,key=value")
-        try:
+        options[key] = value
+        with suppress(ValueError):
             options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
     return name, options
 
 

@@ -33,7 +33,6 @@ from ispasp.types.plan import Plan
 
 _AMOUNT, _HOW, _HEAL = "How much stays", "How", "Heal"
 _METHODS = f"auto, or one of {', '.join(methods())}; with options as in ispasp:iterations=40,minibatches=true."
-_HEALING = ("time", "steps", "epochs", "augment", "blocks", "checkpoint")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -190,7 +189,7 @@ class HealOptions:
     heal_checkpoint: Path | None = o.opt(None, _HEAL, "Folder; the same command resumes from it after a stop.")
 
     def chosen(self) -> ispasp.Heal | None:
-        given = {name: getattr(self, f"heal_{name}") for name in _HEALING}
+        given = {name.removeprefix("heal_"): value for name, value in vars(self).items() if name != "heal"}
         asked = self.heal or any(value not in (None, False) for value in given.values())
         return ispasp.Heal(**given) if asked else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,9 @@ def loss_of(loss: Callable[[Any, Any], Tensor] | None) -> Loss | None:
     """The loss as loss(output, batch). Modules and functions such as `functional.cross_entropy` take labels instead."""
     if loss is None or isinstance(loss, LabelLoss):
         return loss
-    try:
+    arguments: list[str] = []
+    with suppress(TypeError, ValueError):  # not a Python function
         arguments = list(inspect.signature(loss).parameters)
-    except (TypeError, ValueError):  # not a Python function
-        arguments = []
     takes_labels = isinstance(loss, nn.Module) or any(name in _LABEL_ARGUMENTS for name in arguments[1:2])
     return LabelLoss(loss) if takes_labels else loss
 
