@@ -196,7 +196,8 @@ def summary(rows: Sequence[Row], command: str) -> str:
         " All methods keep the same fraction of every block, so the networks have the same size. Accuracy in percent,"
         " the mean over the seeds; range: largest minus smallest. `pruned`: before the training at the end."
         " `auto` is `obs` with compensation towards the dense network. `sfp` is soft filter pruning, which starts at"
-        " the dense network: its `pruned` is the dense accuracy. `scratch-e` and `scratch-b` are the same architecture"
+        " the dense network: its `pruned` is the dense accuracy. It needs many epochs (He et al. take 200): filters set"
+        " to zero grow back behind a BatchNorm within one. `scratch-e` and `scratch-b` are the same architecture"
         " trained from new weights, for as many epochs or as much compute as the others; Liu et al. (2019) give it that"
         " of training the dense network, which is far more.",
         "",
