@@ -22,6 +22,7 @@ from ispasp.surgery.remove import Undo, set_data
 Evaluate = Callable[[nn.Module], Any]
 _EXAMPLES = 256  # most examples whose predictions are compared
 _SAMPLE = 1 << 20  # values of a batch's output that are kept for the relative difference
+_ENTRIES = 1 << 20  # values whose logarithms are taken at a time
 _MASKS = ("decoder_attention_mask", "attention_mask")
 _FEATURES = ("last_hidden_state", "pooler_output", "image_embeds", "text_embeds")  # outputs of Hugging Face models
 
@@ -194,8 +195,13 @@ def divergence(output: Any, dense: Any, batch: Batch) -> float:
     if wanted.axis is None:
         a, b = found.values.double(), wanted.values.double()
         return float((a - b).square().sum() / b.square().sum().clamp(min=1e-300))
-    p, q = (each.tensor.double().log_softmax(wanted.axis) for each in (wanted, found))
-    return max(float((p.exp() * (p - q)).sum(wanted.axis).mean()), 0.0)
+    classes = wanted.tensor.shape[wanted.axis]
+    rows = [each.tensor.movedim(wanted.axis, -1).reshape(-1, classes) for each in (wanted, found)]
+    total = 0.0
+    for a, b in zip(*(torch.split(each, max(1, _ENTRIES // classes)) for each in rows), strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        total += float(p.exp().mul_(p - q).sum())
+    return max(total / max(1, len(rows[0])), 0.0)
 
 
 def divergences(output: Any, dense: Any, batch: Batch) -> list[float]:

@@ -81,6 +81,7 @@ class Options:
     round_to: int | None = None
     input_of: InputOf | None = None
     examples: Limit = "auto"
+    positions: Limit = "auto"
     recalibrate: bool = False
     finetune_between: Callable[[nn.Module], Any] | None = None
     search: int | str | WidthSearch = 0
@@ -114,7 +115,8 @@ class Options:
 
     def _checks(self) -> list[tuple[str, bool, str]]:
         """Option, whether its value is valid, what to pass instead."""
-        some = self.examples in ("auto", None) or whole(self.examples)
+        limits = ((name, getattr(self, name)) for name in ("examples", "positions"))
+        some = {name: limit in ("auto", None) or whole(limit) for name, limit in limits}
         refit = self.refit in ("auto", "consumers") or (self.refit == "all" and self.compensate == "dense")
         ridge, fast = self.ridge == "auto" or positive(self.ridge), isinstance(self.keep, Latency)
         functions = (self.loss, self.evaluate, self.finetune_between)
@@ -129,7 +131,7 @@ class Options:
             ("uniform", isinstance(self.uniform, bool), "pass True or False"),
             ("uniform", not (self.uniform and fast), "Latency chooses widths by what is fast"),
             ("round_to", self.round_to is None or whole(self.round_to), "pass a whole number such as 8, or None"),
-            ("examples", some, "pass a number of examples, None for all, or 'auto'"),
+            *((name, valid, f"pass a number of {name}, None for all, or 'auto'") for name, valid in some.items()),
             ("ridge", ridge, f"pass a positive number such as {RIDGE}, or 'auto'"),
             ("memory", self.memory is None or positive(self.memory), "pass a number of bytes, or None for no limit"),
             ("timeout", positive(self.timeout), "pass seconds, such as 600"),
@@ -162,7 +164,7 @@ class Options:
     def described(self) -> dict[str, Any]:
         """The settings and software versions, as JSON values."""
         named = "compensate order scope search least round_to recalibrate memory ridge refit bias uniform hold_out"
-        values = {name: getattr(self, name) for name in named.split()}
+        values = {name: getattr(self, name) for name in (*named.split(), "positions")}
         plain = {name: int(v) if is_integer(v) else v for name, v in values.items()}  # numpy's numbers too
         if callable(self.search):
             plain["search"] = str(self.search)

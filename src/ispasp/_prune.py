@@ -58,6 +58,7 @@ def prune(
     round_to: int | None = None,
     input_of: InputOf | None = None,
     examples: Limit = "auto",
+    positions: Limit = "auto",
     recalibrate: bool = False,
     finetune_between: Callable[[nn.Module], Any] | None = None,
     heal: bool | Heal | None = None,
@@ -98,6 +99,8 @@ def prune(
       skip         hidden dimensions to leave alone: names, globs, or the modules that make them
       examples     examples to calibrate with, per process; None for all. "auto": 1,024, fewer if they are large
                    (65,536 tokens, or 256 images of 3 x 224 x 224)
+      positions    output positions of each example (pixels, tokens) that second moments are taken at; None for all.
+                   "auto": enough for 200 rows per column of a layer, over all examples, so large maps take no longer
       round_to     make widths multiples of this, e.g. 8
       search       extra candidate networks that a budget tries; each costs a few passes of a sample. Or another search
                    of widths: a name of `ispasp.budget.register_search`, or a function of a `WidthProblem`
@@ -148,6 +151,7 @@ def prune_(
     round_to: int | None = None,
     input_of: InputOf | None = None,
     examples: Limit = "auto",
+    positions: Limit = "auto",
     recalibrate: bool = False,
     finetune_between: Callable[[nn.Module], Any] | None = None,
     heal: bool | Heal | None = None,

@@ -19,7 +19,7 @@ from ispasp.compensate.refit import Gathered, Refit, Slot, gather, refit, slot, 
 from ispasp.compensate.solve import Halves, Sums
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits, Lockstep, Runner
-from ispasp.engine.sites import Site, Tally, producers, read, sites
+from ispasp.engine.sites import Positions, Site, Tally, producers, read, sites
 from ispasp.engine.task import TaskLoss, attached, fishers, sensitivities
 from ispasp.engine.team import Team
 from ispasp.errors import InputError, IspaspError
@@ -94,6 +94,10 @@ class Work:
         """The network with these edits, about to run a batch."""
         return Runner(self.graphs.of(batch), batch, self.tensors, edits or Edits())
 
+    def positions(self, examples: int) -> Positions:
+        """What second moments look at, over so many examples."""
+        return Positions(self.options.positions, examples)
+
     def keeping(self, counts: Mapping[str, int]) -> Work:
         """The same work with other widths; what calibration cannot follow stays whole."""
         return replace(self, counts={name: n for name, n in counts.items() if name not in self.unread})
@@ -150,7 +154,7 @@ def decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
 def _decide(work: Work, given: Mapping[str, Selection]) -> Decisions:
     order, chosen = work.options.order, dict(given)
     if order != "sequential" and set(work.counts) - set(given):
-        found = measure_all(work, work.inputs.again())
+        found = measure_all(work, work.inputs.again(), work.inputs.examples)
         found = {name: statistics for name, statistics in found.items() if name not in given}
         if order == "global":
             chosen |= select_together(work, found)
@@ -205,25 +209,30 @@ def measure(work: Work, name: str, site: Site, lockstep: Lockstep, done: Decisio
     def of_all(runners: Iterator[Runner]) -> Statistics:
         tally = Tally(work.selector.parts, work.team.rank, work.team.size)
         for number, runner in enumerate(runners):
-            rows = [read(at, [name], runner, work.needs, number, _kept_outputs(work, at, done))[name] for at in where]
-            tally.add(name, tuple(reading for some in rows for reading in some), number)
+            found = [
+                read(at, [name], runner, work.needs, number, _kept_outputs(work, at, done), positions)[name]
+                for at in where
+            ]
+            tally.add(name, tuple(reading for rows in found for reading in rows), number)
             if not work.needs:
                 break  # weights are the same for every batch
         return tally.statistics(work.units[name], [name])
 
-    where = work.sites_of(name)
+    where, positions = work.sites_of(name), work.positions(lockstep.examples)
     with work.team.together(f"the calibration of {name!r}"):
         found = lockstep.over(site.number, done.edits, of_all)
     return with_task(work, {name: found}, done)[name]
 
 
-def measure_all(work: Work, batches: Iterable[Batch]) -> dict[str, Statistics]:
+def measure_all(work: Work, batches: Iterable[Batch], examples: int) -> dict[str, Statistics]:
     """Measure every hidden dimension in the dense network, in one pass and constant memory."""
     tally = Tally(work.selector.parts, work.team.rank, work.team.size)
+    positions = work.positions(examples)
     with work.team.together("the calibration"):
         for number, batch in enumerate(track(batches, "calibrating", show=work.options.progress)):
             for site, runner in stops(work, batch):
-                for name, rows in read(site, sorted(site.names), runner, work.needs, number).items():
+                names = sorted(site.names)
+                for name, rows in read(site, names, runner, work.needs, number, positions=positions).items():
                     tally.add((name, site.number), rows, number)
     keys = {name: [(name, site.number) for site in work.sites_of(name)] for name in work.counts}
     return with_task(work, {name: tally.statistics(work.units[name], keys[name]) for name in keys}, Decisions())
@@ -331,8 +340,10 @@ def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> R
         where = work.slot(site)
         if where.weight:
             cuts, dense = done.edits.cuts.get(site.number, ()), work.options.compensate == "dense"
+            positions = work.positions(lockstep.examples)
             with work.team.together(f"the compensation of {site.path}"):
-                found = lockstep.over(site.number, done.edits, lambda all_: gather(site, all_, cuts, dense=dense))
+                gathered = lambda all_: gather(site, all_, cuts, positions, dense=dense)  # noqa: E731
+                found = lockstep.over(site.number, done.edits, gathered)
             return _refit(work, site, found, done, where)
         note = f"not compensated: {where.why_not}"
     return _without_refit(work, site, lockstep, done, note) if site.names else None
@@ -359,11 +370,12 @@ def _without_refit(work: Work, site: Site, lockstep: Lockstep, done: Decisions, 
 def _gather_all(work: Work, done: Decisions, numbers: Collection[int]) -> dict[int, Gathered]:
     """Sums for the local compensation of these sites, in one pass of the dense network."""
     found: dict[int, Gathered] = {}
+    positions = work.positions(work.inputs.examples)
     with work.team.together("the compensation"):
         for count, batch in enumerate(track(work.inputs.again(), "compensating", show=work.options.progress)):
             for site, runner in stops(work, batch):
                 if site.number in numbers:
                     cuts = done.edits.cuts.get(site.number, ())
-                    part = gather(site, [runner], cuts, dense=False, first=count)
+                    part = gather(site, [runner], cuts, positions, dense=False, first=count)
                     found[site.number] = found[site.number] + part if site.number in found else part
     return found

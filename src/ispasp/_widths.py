@@ -94,7 +94,7 @@ def first_batches(batches: Iterable[Batch], examples: int) -> list[Batch]:
 def error_curves(work: Work, batches: Sequence[Batch]) -> Curves:
     """Error at the consumers against kept units, predicted from a sample, compensation counted in if there is one."""
     energies = work.team.sum_tensors(_energies(work, batches))
-    found = measure_all(work, batches)
+    found = measure_all(work, batches, sum(map(count_examples, batches)))
     curves, orders = dict[str, Curve](), dict[str, Tensor]()
     for name, part in found.items():
         curves[name], order = error_curve(
@@ -134,11 +134,12 @@ def output_curves(work: Work, found: Curves, sample: Sample) -> Curves:
         same = sample.fitted is sample.judged
         judges, fitted = ([work.runner(batch) for batch in each] for each in (sample.judged, sample.fitted))
         dense = [runner.branch(Edits()).output() for runner in judges]
+        examples = sum(map(count_examples, sample.fitted))
         for name in track(_in_order(work), "measuring", len(work.counts), show=work.options.progress):
             for runner in judges if same else (*judges, *fitted):
                 runner.advance(runner.graph.contractions[work.sites_of(name)[0].number])
             for width in _measured(work, name, fractions):
-                edits = _narrowed(work, name, found.kept(name, width), judges if same else fitted)
+                edits = _narrowed(work, name, found.kept(name, width), judges if same else fitted, examples)
                 outputs = [runner.branch(edits).output() for runner in judges]
                 errors = [divergence(*each) for each in zip(outputs, dense, sample.judged, strict=True)]
                 points[name].append((width, sum(errors) / len(errors)))
@@ -162,7 +163,7 @@ def _measured(work: Work, name: str, fractions: Sequence[float]) -> list[int]:
     return sorted({*widths, 0} if least == 0 else widths)
 
 
-def _narrowed(work: Work, name: str, kept: tuple[int, ...], runners: Sequence[Runner]) -> Edits:
+def _narrowed(work: Work, name: str, kept: tuple[int, ...], runners: Sequence[Runner], examples: int) -> Edits:
     """The dense network with one dimension narrowed, and its consumers refitted to what they gave."""
     edits = Edits({site.number: site.cuts({name: kept}) for site in work.sites_of(name)})
     if work.options.compensate:
@@ -170,7 +171,7 @@ def _narrowed(work: Work, name: str, kept: tuple[int, ...], runners: Sequence[Ru
             where = work.slot(site)
             if where.weight:
                 cuts = edits.cuts[site.number]
-                data = gather(site, runners, cuts, dense=False)
+                data = gather(site, runners, cuts, work.positions(examples), dense=False)
                 edits = edits | refit(site, data, cuts, where, ridge=work.options.ridge).edits
     return edits
 

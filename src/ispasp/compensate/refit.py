@@ -10,11 +10,22 @@ from typing import Literal
 import torch
 from torch import Tensor, fx, nn
 
-from ispasp.compensate.solve import RIDGE, Fit, Halves, Sums, held_out, no_sums, solve, squared_error, sums_of
+from ispasp.compensate.solve import (
+    RIDGE,
+    Fit,
+    Halves,
+    Sums,
+    held_out,
+    no_sums,
+    solve,
+    squared_error,
+    sums_of,
+    target_size,
+)
 from ispasp.engine.batches import real_rows
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller
 from ispasp.engine.runner import Cut, Edits, Runner
-from ispasp.engine.sites import Site
+from ispasp.engine.sites import Positions, Site
 from ispasp.graph.analyse import owner
 from ispasp.graph.ops import Form, along, bias_of, given_to, op_of, output_channels, scale, weight_operand, without_bias
 from ispasp.types import Consumer
@@ -25,7 +36,6 @@ _ENTRIES = 2**25  # values that are unfolded at once
 _ENOUGH = 10  # rows per column that make a steady fit
 _FAR = 1.25**2  # held-out by in-sample squared error: more means below about six rows per column
 _SMALL = 0.01  # squared: a layer that is 10 % off on new examples does not need advice
-_ROUNDING = 1e-12  # relative, of a difference of sums
 _FAINT = 1e-6  # an output that the BatchNorm all but switches off cannot correct a skip connection
 
 
@@ -156,7 +166,9 @@ class Gathered:
         return replace(other, sums=self.sums + other.sums, examples=self.examples + other.examples)
 
 
-def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense: bool, first: int = 0) -> Gathered:
+def gather(
+    site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], positions: Positions, *, dense: bool, first: int = 0
+) -> Gathered:
     """Sum inputs (the kept units) and targets over all batches, the number of the first one being `first`.
 
     The target is the consumer's output with all units (`dense=False`), or its output in the dense twin plus the error
@@ -166,7 +178,8 @@ def gather(site: Site, runners: Iterable[Runner], cuts: Sequence[Cut], *, dense:
     for number, runner in enumerate(runners, first):
         arguments = runner.arguments(site.number)
         (form,) = site.forms(arguments)
-        sums, consumer = _gather(site, runner, form, cuts, dense=dense), form.consumer
+        at = positions.of(form.consumer, form.arrange(site.activations(arguments)), site.number, number)
+        sums, consumer = _gather(site, runner, form, cuts, at, dense=dense), form.consumer
         whole, names = sums.whole, ", ".join(map(repr, sorted(site.names)))
         for total in (whole.x, whole.tt, whole.xx):
             where = f"hidden dimension {names}, read by {site.path}, batch {number}"
@@ -195,23 +208,16 @@ def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge
         fit = replace(fit, weight=W0.double(), bias=b0, after=fit.before, used=False)
     unseen = None
     if tried:
-        error = tried.after if fit.used else tried.before
-        unseen = error, sum(_size(half, b0) for half in tried.examined)
+        unseen = tried.after if fit.used else tried.before, tried.size
     rows, columns = int(s.n), W0.shape[-1]
     # ten rows per column, if there is less than one: rows of one image or text resemble each other
     wanted = math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
     note = {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
-    found = Refit(fit.before, fit.after, _size(s, b0), note, unseen, wanted, data.examples, rows)
+    found = Refit(fit.before, fit.after, target_size(s, b0), note, unseen, wanted, data.examples, rows)
     if not fit.used:
         return replace(found, note="not compensated: no better fit")
     gained = owner(where.weight) if where.into == "new bias" else ""
     return replace(found, edits=_edits(site.number, data, fit, cuts, where), gained=gained)
-
-
-def _size(s: Sums, b0: Tensor) -> float:
-    """Squared norm of the targets without the bias; zero if they are just a bias."""
-    size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
-    return size if size > _ROUNDING * float(s.tt.sum()) else 0.0
 
 
 def _shifted_mean(fit: Fit, data: Gathered, where: Slot) -> Tensor:
@@ -246,7 +252,7 @@ def _narrow(consumer: Consumer, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor]:
     return whole[:, :, kept[kept < whole.shape[2]]], kept
 
 
-def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], *, dense: bool) -> Halves:
+def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], at: Tensor | None, *, dense: bool) -> Halves:
     """Sums of the first and of the second half of one batch.
 
     Every batch is halved, since any of them may be the last. So the chosen ridge depends a little on the batch size.
@@ -256,18 +262,24 @@ def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], *, dens
     H = form.arrange(x)
     T = runner.value(runner.graph.contractions[site.number], dense=dense, cut=False)
     T = form.output(_with_skip(T, runner, site.number) if dense else T)
-    if not form.consumer.kernel:
-        H, T = H.reshape(-1, H.shape[-1]), T.reshape(-1, T.shape[-1])
+    if form.consumer.kernel:
+        T = T if at is None else T.flatten(2)[..., at]
+    else:
+        each, H, T = math.prod(H.shape[1:-1]), H.reshape(-1, H.shape[-1]), T.reshape(-1, T.shape[-1])
         real = real_rows(x, runner.padding)
         if real is not None and real.numel() == len(H) and bool(real.any()):  # padding tokens do not count
             H, T = H[real.flatten()], T[real.flatten()]
+        elif at is not None:
+            rows = (torch.arange(0, len(H), each, device=at.device)[:, None] + at).flatten()
+            H, T = H[rows], T[rows]
+        at = None
     H = H.index_select(1, kept.to(H.device))
     half = (len(H) + 1) // 2
-    return Halves(*(_sums(form.consumer, W, H[rows], T[rows]) for rows in (slice(half), slice(half, None))))
+    return Halves(*(_sums(form.consumer, W, H[rows], T[rows], at) for rows in (slice(half), slice(half, None))))
 
 
-def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor) -> Sums:
-    """Sums over some rows, unfolding a part of them at a time."""
+def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor, at: Tensor | None) -> Sums:
+    """Sums over some rows, unfolding a part of them at a time. T has only the positions `at`."""
     groups, out, columns = W.flatten(2).shape
     small = replace(consumer, weight=consumer.ungrouped(W)) if columns else consumer
     rows = max(1, _ENTRIES // max(1, columns * math.prod(T.shape[2:]) * groups))
@@ -275,7 +287,7 @@ def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor) -> Sums:
     for h, t in zip(torch.split(H, rows), torch.split(T, rows), strict=True):
         if len(h):
             targets = t.reshape(len(t), groups, out, -1).permute(1, 2, 0, 3).flatten(2)  # (g, O, N) as patches
-            X = patches(small, h) if columns else targets.new_zeros(groups, 0, targets.shape[-1])
+            X = patches(small, h, at) if columns else targets.new_zeros(groups, 0, targets.shape[-1])
             total = total + sums_of(X, targets)
     return total
 

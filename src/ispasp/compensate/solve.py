@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -15,6 +15,7 @@ RIDGE = 1e-4
 _RIDGES = (RIDGE, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MANY = 4  # rows per column from which one half is enough to judge a fit
 _OUTPUTS = 128  # most outputs of a layer that a ridge is chosen by
+_JUST_BIAS = 1e-12  # relative, of a difference of sums
 _ROUNDING = 1e-13  # variance of a constant in float32, relative to its mean square
 _COLUMNS = 8192  # columns in one product: short sums stay accurate in float32, the total is in float64
 _TINY = 1e-20  # a mean square; deviations from such a mean have squares that float32 can hardly hold
@@ -124,48 +125,57 @@ def solve(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool = True, ridge: flo
     lambda is `ridge` times the mean variance of the inputs: scaling the data changes nothing. b0 (groups, O).
     """
     W0, b0 = W0.double(), b0.double()
-    before = squared_error(s, W0, b0)
-    W, b = _fits(s, W0, b0, intercept=intercept)(ridge)
-    after = squared_error(s, W, b)
+    W0xx = W0 @ s.xx
+    W, b, Wxx = _fits(s, W0, b0, W0xx, intercept=intercept)(ridge)
+    before, after = squared_error(s, W0, b0, W0xx), squared_error(s, W, b, Wxx)
     return Fit(W, b, before, after, used=True) if after < before else Fit(W0, b0, before, before, used=False)
 
 
-_Path = Callable[[float], tuple[Tensor, Tensor]]  # ridge -> weight (g, O, K) and bias (g, O)
+_Path = Callable[[float], tuple[Tensor, Tensor, Tensor]]  # ridge -> W (g, O, K), b (g, O), W s.xx
 
 
-def _fits(s: Sums, W0: Tensor, b0: Tensor, *, intercept: bool) -> _Path:
-    """The solutions of the normal equations (W - W0) (G + lambda) = C - W0 G, for any ridge."""
+def _fits(s: Sums, W0: Tensor, b0: Tensor, W0xx: Tensor, *, intercept: bool) -> _Path:
+    """The solutions of the normal equations (W - W0) (G + lambda) = rest, for any ridge.
+
+    The product W s.xx, which the error of a fit needs, follows from them without another multiplication.
+    """
+    G, rest = s.xx, s.tx - W0xx  # (g, K, K), (g, O, K)
+    means = s.x[..., None, :] / s.n  # (g, 1, K)
+    off = s.t - (W0 * s.x[..., None, :]).sum(-1) if intercept else s.n * b0
+    rest = rest - off[..., None] * means
     if intercept:  # centred: the bias takes the means
-        G = s.xx - s.x[..., :, None] * s.x[..., None, :] / s.n
-        C = s.tx - s.t[..., :, None] * s.x[..., None, :] / s.n
-    else:
-        G, C = s.xx, s.tx - b0[..., :, None] * s.x[..., None, :]
-    rest = C - W0 @ G  # (g, O, K)
+        G = G - s.x[..., :, None] * means
     size = G.diagonal(dim1=-2, dim2=-1).mean(-1)
     varies = size > _ROUNDING * s.xx.diagonal(dim1=-2, dim2=-1).mean(-1)  # constant inputs determine the shift only
 
-    def at(ridge: float) -> tuple[Tensor, Tensor]:
+    def at(ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+        strength = (ridge * torch.where(varies, size, 1.0))[:, None]
         ridged = G.clone()
-        ridged.diagonal(dim1=-2, dim2=-1).add_((ridge * torch.where(varies, size, 1.0))[:, None])
+        ridged.diagonal(dim1=-2, dim2=-1).add_(strength)
         factor, info = torch.linalg.cholesky_ex(ridged)
-        step = torch.cholesky_solve(rest.mT, factor).mT
-        W = W0 + torch.where((varies & (info == 0))[:, None, None], step, 0.0)
-        return W, (s.t - (W * s.x[..., None, :]).sum(-1)) / s.n if intercept else b0
+        good = (varies & (info == 0))[:, None, None]
+        step = torch.where(good, torch.cholesky_solve(rest.mT, factor).mT, 0.0)
+        W = W0 + step
+        moved = torch.where(good, rest - strength[..., None] * step, 0.0)  # step G
+        if not intercept:
+            return W, b0, W0xx + moved
+        shift = (step * s.x[..., None, :]).sum(-1)
+        return W, (off - shift) / s.n, W0xx + moved + shift[..., None] * means
 
     return at
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Squared errors on one half of the examples, without and with a fit to the other half.
+    """Squared errors on one half of the examples, without and with a fit to the other half, and the target's size.
 
-    `examined` are the halves that errors were measured on.
+    They are those of at most 128 outputs, evenly spread.
     """
 
     ridge: float
     before: float
     after: float
-    examined: tuple[Sums, ...]
+    size: float
 
 
 def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: float | None = None) -> HeldOut | None:
@@ -177,35 +187,31 @@ def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: 
     first, second = halves.first, halves.second
     if not (first.n > 0 and second.n > 0):
         return None
-    W0, b0 = W0.double(), b0.double()
-    pairs = [(first, second), (second, first)][: 1 if float(first.n + second.n) > _MANY * W0.shape[-1] else 2]
-    chosen = _best_ridge(pairs, W0, b0, intercept=intercept) if ridge is None else ridge
-    fits = [_fits(half, W0, b0, intercept=intercept) for half, _ in pairs]
-    examined = tuple(other for _, other in pairs)
-    before = sum(squared_error(other, W0, b0) for other in examined)
-    return HeldOut(chosen, before, _errors_at(chosen, fits, pairs), examined)
-
-
-def _best_ridge(pairs: Sequence[tuple[Sums, Sums]], W0: Tensor, b0: Tensor, *, intercept: bool) -> float:
-    """The ridge with the least error on held-out examples, judged by some of the outputs."""
     every = -(-W0.shape[1] // _OUTPUTS)
-    pairs = [(half.outputs(every), other.outputs(every)) for half, other in pairs]
-    fits = [_fits(half, W0[:, ::every], b0[:, ::every], intercept=intercept) for half, _ in pairs]
-    best, least = _RIDGES[0], math.inf
-    for ridge in _RIDGES:
-        error = _errors_at(ridge, fits, pairs)
+    W0, b0 = W0[:, ::every].double(), b0[:, ::every].double()
+    both = first.outputs(every), second.outputs(every)
+    pairs = [both, both[::-1]][: 1 if float(first.n + second.n) > _MANY * W0.shape[-1] else 2]
+    fits = [_fits(half, W0, b0, W0 @ half.xx, intercept=intercept) for half, _ in pairs]
+    before = sum(squared_error(other, W0, b0) for _, other in pairs)
+    size = sum(target_size(other, b0) for _, other in pairs)
+    best, least = RIDGE, math.inf
+    for tried in _RIDGES if ridge is None else [ridge]:
+        error = sum(squared_error(other, *fit(tried)[:2]) for fit, (_, other) in zip(fits, pairs, strict=True))
         if error >= least:
             break
-        best, least = ridge, error
-    return best
+        best, least = tried, error
+    return HeldOut(best, before, least, size)
 
 
-def _errors_at(ridge: float, fits: Sequence[_Path], pairs: Sequence[tuple[Sums, Sums]]) -> float:
-    return sum(squared_error(other, *fit(ridge)) for fit, (_, other) in zip(fits, pairs, strict=True))
+def target_size(s: Sums, b0: Tensor) -> float:
+    """Squared norm of the targets without the bias; zero if they are just a bias."""
+    size = float((s.tt - 2 * b0 * s.t + s.n * b0.square()).sum())
+    return size if size > _JUST_BIAS * float(s.tt.sum()) else 0.0
 
 
-def squared_error(s: Sums, W: Tensor, b: Tensor) -> float:
-    """||T - W X - b||^2 from sums."""
-    quadratic = (s.tt - 2 * (W * s.tx).sum(-1) + ((W @ s.xx) * W).sum(-1)).sum()
+def squared_error(s: Sums, W: Tensor, b: Tensor, Wxx: Tensor | None = None) -> float:
+    """||T - W X - b||^2 from sums. `Wxx` is W s.xx, if it is known."""
+    Wxx = W @ s.xx if Wxx is None else Wxx
+    quadratic = (s.tt - 2 * (W * s.tx).sum(-1) + (Wxx * W).sum(-1)).sum()
     linear = (b * (s.n * b - 2 * s.t + 2 * (W * s.x[..., None, :]).sum(-1))).sum()
     return max(float(quadratic + linear), 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ispasp.engine.batches import padding_masks
+from ispasp.engine.batches import count_examples, padding_masks
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, Values
 from ispasp.errors import InputError, TraceError
 from ispasp.graph.ops import Arguments, Operand, along, call, named_arguments, op_of
@@ -255,6 +256,11 @@ class Lockstep:
     memory: int | None = None
     rerunning: bool = field(default=False, init=False)
     _runners: list[Runner] = field(default_factory=list, init=False)
+
+    @cached_property
+    def examples(self) -> int:
+        """Number of examples in all batches."""
+        return sum(map(count_examples, self.batches))
 
     def over(self, number: int, edits: Edits, gather: Callable[[Iterator[Runner]], T]) -> T:
         """Bring every batch in front of contraction `number`, and call `gather` with them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ispasp.engine.batches import real_rows, tensors_of
+from ispasp.engine.batches import Limit, real_rows, tensors_of
 from ispasp.engine.runner import Cut, Runner
 from ispasp.errors import InputError, IspaspError
 from ispasp.graph.analyse import Analysis, owner, paths_of
@@ -18,11 +19,14 @@ from ispasp.graph.atoms import atoms_of
 from ispasp.graph.ops import Arguments, Form, along, forms, given_to, scale
 from ispasp.graph.track import Contraction, Value
 from ispasp.types import Consumer, ConvConsumer, Producer, Reading, Statistics
+from ispasp.types.consumer import output_size
 from ispasp.types.dimension import CHECK_DATA, Extent, Factor, Kept, check_finite, checked_tensor, kept_mask, names_in
 from ispasp.types.statistics import STATISTICS, measurable
 
 T = TypeVar("T")
 Rows = tuple[Reading, ...]
+_ROWS, _LEAST_ROWS = 200, 16_384  # rows of second moments: for every column, and at least
+_MOST = 0.7  # positions are left out if no more than this part of them is needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +167,43 @@ def units_along(extent: Extent, name: str) -> Tensor:
 
 
 # Statistics -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Positions:
+    """The output positions that second moments are taken at: enough for a steady fit, where maps are large.
+
+    `limit` is their number in each example, None for all; "auto" takes 200 rows for every column over all `examples`.
+    """
+
+    limit: Limit
+    examples: int
+
+    def of(self, consumer: Consumer, H: Tensor, *seed: int) -> Tensor | None:
+        """Some positions, drawn evenly; None for all. They are the same for all examples of a batch.
+
+        >>> A, H = ConvConsumer(torch.ones(1, 1, 1, 1)), torch.ones(8, 1, 32, 32)
+        >>> len(Positions("auto", 1024).of(A, H, 0)), Positions("auto", 8).of(A, H, 0)
+        (16, None)
+        """
+        size, columns = math.prod(output_size(consumer, H)), consumer.grouped_weight()[0, 0].numel()
+        enough = math.ceil(max(_ROWS * columns, _LEAST_ROWS) / self.examples)
+        wanted = enough if self.limit == "auto" else self.limit
+        if wanted is None or wanted > _MOST * size:
+            return None
+        draw = torch.Generator("cpu").manual_seed(sum(number << 24 * k for k, number in enumerate(seed)))
+        # One draw from each of `wanted` equal stretches.
+        inside = torch.rand(int(wanted), generator=draw, dtype=torch.float64, device="cpu")
+        at: Tensor = (torch.arange(int(wanted), device="cpu") + inside) * (size / wanted)
+        return at.long().clamp(max=size - 1).to(H.device)
+
+
 def read(
-    site: Site, names: Sequence[str], runner: Runner, needs: Collection[str], batch: int, outputs: Tensor | None = None
+    site: Site,
+    names: Sequence[str],
+    runner: Runner,
+    needs: Collection[str],
+    batch: int,
+    outputs: Tensor | None = None,
+    positions: Positions | None = None,
 ) -> dict[str, Rows]:
     """Take statistics of one batch in front of a site, for several of the hidden dimensions it reads.
 
@@ -176,7 +215,8 @@ def read(
     found: dict[str, list[Reading]] = {name: [] for name in names}
     try:
         for H, consumers in site.products(names, site.unpadded(runner), factor):
-            reading = measure(next(iter(consumers.values())), H, needs)
+            one = next(iter(consumers.values()))
+            reading = measure(one, H, needs, positions.of(one, H, site.number, batch) if positions else None)
             for name, consumer in consumers.items():
                 found[name].append(Reading(consumer, *reading.statistics.values()))
     except IspaspError as error:
@@ -185,13 +225,13 @@ def read(
     return {name: tuple(rows) for name, rows in found.items()}
 
 
-def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",)) -> Reading:
+def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",), at: Tensor | None = None) -> Reading:
     """Take statistics of a batch: sums in float64, whatever the dtype of H.
 
     H is the input of the consumer: (..., channels) for a linear one, (batch, channels, *size) for a convolution.
     `needs` names the statistics: "moment" sum of H over the data (positions too where the consumer treats them
     alike), "magnitude" sum of |H|, "gram" sum of X X^T over the patches X that meet the weight, and those added with
-    `register_statistic`.
+    `register_statistic`. `at` are the output positions to look at, for statistics that take some of them.
 
     >>> from ispasp.types import LinearConsumer
     >>> r = measure(LinearConsumer(torch.ones(1, 2)), torch.tensor([[1.0, -2.0], [3.0, -4.0]]), ["moment", "gram"])
@@ -202,7 +242,8 @@ def measure(consumer: Consumer, H: Tensor, needs: Collection[str] = ("moment",))
     _check(consumer, H, needs)
     H = H.detach() if H.is_floating_point() else H.double()  # autograd would keep all activations; |-128| is no int8
     H = H if H.ndim > 1 else H[None]  # one example
-    taken = [kind.measure(consumer, H) for name, kind in STATISTICS.items() if name in needs]
+    wanted = [kind for name, kind in STATISTICS.items() if name in needs]
+    taken = [kind.measure(consumer, H, *([at] if kind.samples else [])) for kind in wanted]
     for total in (total for statistic in taken for total in statistic.tensors().values()):
         check_finite("the sum of the activations", total, CHECK_DATA)  # one NaN or Inf in the data shows in the sum
     return Reading(consumer, *taken)

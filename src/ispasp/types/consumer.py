@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -312,30 +312,39 @@ class ConvConsumer(Consumer):
         return self.geometry.apply(H, weight)
 
 
-def patches(consumer: Consumer, H: Tensor) -> Tensor:
+def output_size(consumer: Consumer, H: Tensor) -> tuple[int, ...]:
+    """The output positions of one example along each axis, as one input H of the consumer gives them."""
+    if not isinstance(consumer, ConvConsumer):
+        return tuple(H.shape[1:-1])
+    axes = enumerate(zip(H.shape[2:], consumer.kernel, strict=True))
+    return tuple(consumer.geometry.sources(axis, *sizes).shape[1] for axis, sizes in axes)
+
+
+def patches(consumer: Consumer, H: Tensor, at: Tensor | None = None) -> Tensor:
     """Unfold the input so that the consumer becomes one matrix product per group.
 
     Returns X (groups, K, N), K = channels / groups x taps (channel-major), N = examples x output positions, so that
-    `weight.flatten(1) @ X` is the layer's output.
+    `weight.flatten(1) @ X` is the layer's output. `at` has numbers of positions: N = examples x these.
     """
     if not isinstance(consumer, ConvConsumer):
-        return H.reshape(-1, H.shape[-1]).T[None]
+        rows = H if at is None else H.reshape(len(H), -1, H.shape[-1])[:, at]
+        return rows.reshape(-1, H.shape[-1]).T[None]
     geometry, groups = consumer.geometry, consumer.geometry.groups
     if not geometry.transposed:
-        return _unfolded(consumer, H)
+        return _unfolded(consumer, H, at)
     X = H.reshape(H.shape[0], groups, -1, *H.shape[2:])  # (B, g, C/g, *size)
     for axis, (size, kernel) in enumerate(zip(H.shape[2:], consumer.kernel, strict=True)):
         source = geometry.sources(axis, size, kernel).to(H.device)  # (kernel, out)
-        at = 3 + 2 * axis  # every axis done so far has become two: tap and output position
-        before, after = X.shape[:at], X.shape[at + 1 :]
-        X = X.index_select(at, source.clamp(min=0).flatten()).reshape(*before, *source.shape, *after)
+        dim = 3 + 2 * axis  # every axis done so far has become two: tap and output position
+        before, after = X.shape[:dim], X.shape[dim + 1 :]
+        X = X.index_select(dim, source.clamp(min=0).flatten()).reshape(*before, *source.shape, *after)
         X = X * (source >= 0).reshape(*source.shape, *(1,) * len(after)).to(X.dtype)
     taps = range(3, X.ndim, 2)
-    X = X.permute(1, 2, *taps, 0, *range(4, X.ndim, 2))  # (g, C/g, *taps, B, *out)
-    return X.flatten(2 + len(taps)).flatten(1, -2)
+    X = X.permute(1, 2, *taps, 0, *range(4, X.ndim, 2)).flatten(3 + len(taps))  # (g, C/g, *taps, B, positions)
+    return (X if at is None else X[..., at]).flatten(-2).flatten(1, -2)
 
 
-def _unfolded(consumer: ConvConsumer, H: Tensor) -> Tensor:
+def _unfolded(consumer: ConvConsumer, H: Tensor, at: Tensor | None) -> Tensor:
     """The usual case: a view of every tap at every position, and one copy."""
     geometry, kernel = consumer.geometry, consumer.kernel
     pads = [geometry.pads(axis, size) for axis, size in enumerate(kernel)]
@@ -346,7 +355,10 @@ def _unfolded(consumer: ConvConsumer, H: Tensor) -> Tensor:
     batch, channel, *space = H.stride()
     taps, moves = ([a * b for a, b in zip(each, space, strict=True)] for each in (spread, step))
     X = H.as_strided((H.shape[1], *kernel, len(H), *out), (channel, *taps, batch, *moves))
-    return X.reshape(geometry.groups, H.shape[1] // geometry.groups * math.prod(kernel), len(H) * math.prod(out))
+    if at is not None:
+        places: tuple[Any, ...] = tuple(at // math.prod(out[axis + 1 :]) % size for axis, size in enumerate(out))
+        X = X[(..., *places)]
+    return X.reshape(geometry.groups, H.shape[1] // geometry.groups * math.prod(kernel), -1)
 
 
 def products_of_rows(X: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ activations. A new one is one class with `@register_statistic`; most are one ten
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ispasp.errors import InputError
-from ispasp.types.consumer import Consumer, ConvConsumer, Producer, patches, products_of_rows
+from ispasp.types.consumer import Consumer, ConvConsumer, Producer, output_size, patches, products_of_rows
 from ispasp.types.dimension import checked_tensor
 
 Size = tuple[int, ...]
@@ -30,6 +31,7 @@ class Statistic(ABC):
 
     name: ClassVar[str]
     needs_loss: ClassVar[bool] = False  # True: it takes a backward pass, and `measure` cannot take it
+    samples: ClassVar[bool] = False  # True: `measure` takes a third argument, the positions to look at or None
     examples: int
 
     @classmethod
@@ -167,14 +169,18 @@ class Gram(Total):
     """Second moments of what the weight multiplies: `total[g] = X X^T`, X the patches of group g.
 
     (groups, K, K) with K = channels / groups x taps, channel-major as in `weight.flatten(1)`. For a linear consumer
-    it is H H^T, with one group and one tap.
+    it is H H^T, with one group and one tap. From some positions only it is estimated: scaled up to all of them.
     """
 
     name: ClassVar[str] = "gram"
+    samples: ClassVar[bool] = True
 
     @classmethod
-    def measure(cls, consumer: Consumer, H: Tensor) -> Self:
-        return cls(products_of_rows(patches(consumer, H.double())), len(H))
+    def measure(cls, consumer: Consumer, H: Tensor, at: Tensor | None = None) -> Self:
+        if at is None:
+            return cls(products_of_rows(patches(consumer, H.double())), len(H))
+        share = math.prod(output_size(consumer, H)) / len(at)
+        return cls(products_of_rows(patches(consumer, H, at).double()) * share, len(H))
 
 
 class _Backward(Total):
