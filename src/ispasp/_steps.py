@@ -94,9 +94,9 @@ class Work:
         """The network with these edits, about to run a batch."""
         return Runner(self.graphs.of(batch), batch, self.tensors, edits or Edits())
 
-    def positions(self, examples: int) -> Positions:
+    def positions(self, examples: int, *, alone: bool = False) -> Positions:
         """What second moments look at, over so many examples."""
-        return Positions(self.options.positions, examples)
+        return Positions(self.options.positions, examples, alone and self.team.size == 1)
 
     def keeping(self, counts: Mapping[str, int]) -> Work:
         """The same work with other widths; what calibration cannot follow stays whole."""
@@ -340,7 +340,7 @@ def compensate(work: Work, site: Site, lockstep: Lockstep, done: Decisions) -> R
         where = work.slot(site)
         if where.weight:
             cuts, dense = done.edits.cuts.get(site.number, ()), work.options.compensate == "dense"
-            positions = work.positions(lockstep.examples)
+            positions = work.positions(lockstep.examples, alone=True)
             with work.team.together(f"the compensation of {site.path}"):
                 gathered = lambda all_: gather(site, all_, cuts, positions, dense=dense)  # noqa: E731
                 found = lockstep.over(site.number, done.edits, gathered)

@@ -171,7 +171,7 @@ def _narrowed(work: Work, name: str, kept: tuple[int, ...], runners: Sequence[Ru
             where = work.slot(site)
             if where.weight:
                 cuts = edits.cuts[site.number]
-                data = gather(site, runners, cuts, work.positions(examples), dense=False)
+                data = gather(site, runners, cuts, work.positions(examples, alone=True), dense=False)
                 edits = edits | refit(site, data, cuts, where, ridge=work.options.ridge).edits
     return edits
 

@@ -25,6 +25,25 @@ class Block(nn.Module):
         return torch.as_tensor(self.last(self.second(h + self.gamma * h * scale).relu()))
 
 
+class Pooled(nn.Module):
+    """The mean of a norm layer's output, which is an output as well: no global response normalisation."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.norm, self.head = nn.Linear(4, 8), nn.Linear(8, 4), norm, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.norm(self.second(self.first(x).relu()))
+        mean, (left, _) = h.mean(1), h.split(2, dim=2)
+        return mean, self.head(mean), left
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.BatchNorm1d(3)])
+def test_the_mean_of_a_norm_layer_may_be_an_output(norm: nn.Module) -> None:
+    survey = ispasp.survey(Pooled(norm).eval(), torch.randn(5, 3, 4))
+    assert [d.name for d in survey.dimensions] == ["first"]
+
+
 @pytest.mark.parametrize("centred", [False, True])
 def test_global_response_normalisation_is_named(centred: bool) -> None:
     survey = ispasp.survey(Block(centred), torch.randn(2, 3, 3, 4))

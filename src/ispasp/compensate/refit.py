@@ -27,7 +27,18 @@ from ispasp.engine.graphs import TracedGraph, TracedGraphs, caller
 from ispasp.engine.runner import Cut, Edits, Runner
 from ispasp.engine.sites import Positions, Site
 from ispasp.graph.analyse import owner
-from ispasp.graph.ops import Form, along, bias_of, given_to, op_of, output_channels, scale, weight_operand, without_bias
+from ispasp.graph.ops import (
+    Form,
+    along,
+    bias_of,
+    given_to,
+    op_of,
+    output_channels,
+    scale,
+    some_of,
+    weight_operand,
+    without_bias,
+)
 from ispasp.types import Consumer
 from ispasp.types.consumer import patches
 from ispasp.types.dimension import CHECK_DATA, Kept, check_finite
@@ -154,13 +165,22 @@ class Refit:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Sums of the batches at one consumer, and the consumer they are solved for."""
+    """Sums of the batches at one consumer, and the consumer they are solved for.
+
+    With a `basis` Q (groups, K, N) the inputs X of the sums are Q^T X: few rows span few directions, and a fit changes
+    the weight in these only.
+    """
 
     sums: Halves
     examples: int
     form: Form
     bias: Tensor  # (groups, O)
     named: Callable[[str], Tensor]
+    basis: Tensor | None = None
+
+    def into_basis(self, W: Tensor) -> Tensor:
+        """A weight (groups, O, K) for the inputs of the sums."""
+        return W if self.basis is None else W.double() @ self.basis
 
     def __add__(self, other: Gathered) -> Gathered:
         return replace(other, sums=self.sums + other.sums, examples=self.examples + other.examples)
@@ -174,23 +194,43 @@ def gather(
     The target is the consumer's output with all units (`dense=False`), or its output in the dense twin plus the error
     of the skip connection that it is added to (`dense=True`).
     """
-    found: Gathered | None = None
+    examples, few, sums, pieces = 0, False, list[Halves](), list[Sequence[_Rows]]()
     for number, runner in enumerate(runners, first):
         arguments = runner.arguments(site.number)
         (form,) = site.forms(arguments)
-        at = positions.of(form.consumer, form.arrange(site.activations(arguments)), site.number, number)
-        sums, consumer = _gather(site, runner, form, cuts, at, dense=dense), form.consumer
-        whole, names = sums.whole, ", ".join(map(repr, sorted(site.names)))
-        for total in (whole.x, whole.tt, whole.xx):
-            where = f"hidden dimension {names}, read by {site.path}, batch {number}"
+        consumer, H = form.consumer, form.arrange(site.activations(arguments))
+        at = positions.of(consumer, H, site.number, number)
+        W, halves = _halves(site, runner, form, cuts, at, dense=dense)
+        where = f"hidden dimension {', '.join(map(repr, sorted(site.names)))}, read by {site.path}, batch {number}"
+        few = few or (number == first and positions.few(consumer, H, W[0, 0].numel()))
+        if few:
+            pieces.append([_unfolded(consumer, W, *half) for half in halves])
+            totals = [values.double().square().sum() for piece in pieces[-1] for values in piece]
+        else:
+            parts = Halves(*(_sums(consumer, W, *half) for half in halves))
+            sums = [sums[0] + parts] if sums else [parts]
+            totals = [parts.whole.x, parts.whole.tt, parts.whole.xx]
+        for total in totals:
             check_finite(f"{where}: the sum of the activations", total, CHECK_DATA)
-        given: Tensor | None = bias_of(site.contraction.node, arguments)
-        bias = (consumer.weight.new_zeros(consumer.outputs) if given is None else given.detach()).double()
-        bias = bias.reshape(len(consumer.grouped_weight()), -1)
-        part = Gathered(sums, len(site.activations(arguments)), form, bias, runner.named)
-        found = part if found is None else found + part
-    assert found is not None  # noqa: S101  # there is at least one batch
-    return found
+        examples += len(site.activations(arguments))
+    given: Tensor | None = bias_of(site.contraction.node, arguments)
+    bias = (consumer.weight.new_zeros(consumer.outputs) if given is None else given.detach()).double()
+    bias = bias.reshape(len(consumer.grouped_weight()), -1)
+    basis, halved = _few_directions(pieces) if pieces else (None, sums[0])
+    return Gathered(halved, examples, form, bias, runner.named, basis)
+
+
+_Rows = tuple[Tensor, Tensor]  # inputs (groups, K, N) and targets (groups, O, N) of one half of a batch
+
+
+def _few_directions(pieces: Sequence[Sequence[_Rows]]) -> tuple[Tensor, Halves]:
+    """A basis of what the inputs of all batches span, and sums of the inputs in it."""
+    inputs, targets = (
+        [torch.cat([half[k] for half in each], -1).double() for each in zip(*pieces, strict=True)] for k in (0, 1)
+    )
+    Q, R = torch.linalg.qr(torch.cat(inputs, -1))
+    inside = torch.split(R, [X.shape[-1] for X in inputs], -1)
+    return Q, Halves(*map(sums_of, inside, targets))
 
 
 def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge: float | str = "auto") -> Refit:
@@ -200,16 +240,21 @@ def refit(site: Site, data: Gathered, cuts: Sequence[Cut], where: Slot, *, ridge
     """
     given = None if isinstance(ridge, str) else float(ridge)
     s, b0 = data.sums.whole, data.bias
-    W0 = _narrow(data.form.consumer, cuts)[0].flatten(2)
-    tried = held_out(data.sums, W0, b0, intercept=bool(where.into), ridge=given)
+    whole = _narrow(data.form.consumer, cuts)[0].flatten(2).double()
+    W0 = data.into_basis(whole)
+    scale = W0.shape[-1] / max(1, whole.shape[-1])  # a ridge is relative to the mean over all columns
+    tried = held_out(data.sums, W0, b0, intercept=bool(where.into), ridge=given, scale=scale)
     chosen = given if given is not None else tried.ridge if tried else RIDGE
-    fit = _stored(solve(s, W0, b0, intercept=bool(where.into), ridge=chosen), data, where)
+    fit = solve(s, W0, b0, intercept=bool(where.into), ridge=chosen * scale)
+    if data.basis is not None:
+        fit = replace(fit, weight=whole + (fit.weight - W0) @ data.basis.mT)
+    fit = _stored(fit, data, where)
     if given is None and tried and tried.after >= tried.before:
-        fit = replace(fit, weight=W0.double(), bias=b0, after=fit.before, used=False)
+        fit = replace(fit, weight=whole, bias=b0, after=fit.before, used=False)
     unseen = None
     if tried:
         unseen = tried.after if fit.used else tried.before, tried.size
-    rows, columns = int(s.n), W0.shape[-1]
+    rows, columns = int(s.n), whole.shape[-1]
     # ten rows per column, if there is less than one: rows of one image or text resemble each other
     wanted = math.ceil(data.examples * _ENOUGH * columns / rows) if 0 < rows < columns else 0
     note = {"new bias": "gained a bias", "": f"no shift: {where.why_not}"}.get(where.into, "")
@@ -237,7 +282,7 @@ def _stored(fit: Fit, data: Gathered, where: Slot) -> Fit:
         b = data.bias + taken.reshape(b.shape)
     elif where.into:
         b = b.to(dtype).double()
-    after = squared_error(data.sums.whole, W, b)
+    after = squared_error(data.sums.whole, data.into_basis(W), b)
     used = after < fit.before
     return replace(fit, weight=W, bias=b, after=after if used else fit.before, used=used)
 
@@ -252,8 +297,10 @@ def _narrow(consumer: Consumer, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor]:
     return whole[:, :, kept[kept < whole.shape[2]]], kept
 
 
-def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], at: Tensor | None, *, dense: bool) -> Halves:
-    """Sums of the first and of the second half of one batch.
+def _halves(
+    site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], at: Tensor | None, *, dense: bool
+) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
+    """The weight on the kept channels, and (H, T, positions) of the first and of the second half of one batch.
 
     Every batch is halved, since any of them may be the last. So the chosen ridge depends a little on the batch size.
     """
@@ -273,22 +320,28 @@ def _gather(site: Site, runner: Runner, form: Form, cuts: Sequence[Cut], at: Ten
             rows = (torch.arange(0, len(H), each, device=at.device)[:, None] + at).flatten()
             H, T = H[rows], T[rows]
         at = None
-    H = H.index_select(1, kept.to(H.device))
+    H = some_of(H, 1, kept.to(H.device))
     half = (len(H) + 1) // 2
-    return Halves(*(_sums(form.consumer, W, H[rows], T[rows], at) for rows in (slice(half), slice(half, None))))
+    return W, [(H[rows], T[rows], at) for rows in (slice(half), slice(half, None))]
+
+
+def _unfolded(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor, at: Tensor | None) -> _Rows:
+    """Inputs (groups, K, N) and targets (groups, O, N). T has only the positions `at`."""
+    groups, out, columns = W.flatten(2).shape
+    targets = T.reshape(len(T), groups, out, math.prod(T.shape[2:])).permute(1, 2, 0, 3).flatten(2)  # as patches
+    if not columns or not len(H):
+        return targets.new_zeros(groups, columns, targets.shape[-1]), targets
+    return patches(replace(consumer, weight=consumer.ungrouped(W)), H, at), targets
 
 
 def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor, at: Tensor | None) -> Sums:
-    """Sums over some rows, unfolding a part of them at a time. T has only the positions `at`."""
+    """Sums over some rows, unfolding a part of them at a time."""
     groups, out, columns = W.flatten(2).shape
-    small = replace(consumer, weight=consumer.ungrouped(W)) if columns else consumer
     rows = max(1, _ENTRIES // max(1, columns * math.prod(T.shape[2:]) * groups))
     total = no_sums(groups, columns, out, H.device)
     for h, t in zip(torch.split(H, rows), torch.split(T, rows), strict=True):
         if len(h):
-            targets = t.reshape(len(t), groups, out, -1).permute(1, 2, 0, 3).flatten(2)  # (g, O, N) as patches
-            X = patches(small, h, at) if columns else targets.new_zeros(groups, 0, targets.shape[-1])
-            total = total + sums_of(X, targets)
+            total = total + sums_of(*_unfolded(consumer, W, h, t, at))
     return total
 
 

@@ -178,11 +178,13 @@ class HeldOut:
     size: float
 
 
-def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: float | None = None) -> HeldOut | None:
+def held_out(
+    halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: float | None = None, scale: float = 1.0
+) -> HeldOut | None:
     """Fit to one half, measure on the other; without a `ridge` find the one that does best there.
 
     Larger ones are tried as long as they help: with few examples much of a fit is noise. If rows are few, the halves
-    also swap roles, for a steadier answer. None if one half is empty.
+    also swap roles, for a steadier answer. None if one half is empty. Every ridge is multiplied by `scale`.
     """
     first, second = halves.first, halves.second
     if not (first.n > 0 and second.n > 0):
@@ -196,7 +198,7 @@ def held_out(halves: Halves, W0: Tensor, b0: Tensor, *, intercept: bool, ridge: 
     size = sum(target_size(other, b0) for _, other in pairs)
     best, least = RIDGE, math.inf
     for tried in _RIDGES if ridge is None else [ridge]:
-        error = sum(squared_error(other, *fit(tried)[:2]) for fit, (_, other) in zip(fits, pairs, strict=True))
+        error = sum(squared_error(other, *fit(tried * scale)[:2]) for fit, (_, other) in zip(fits, pairs, strict=True))
         if error >= least:
             break
         best, least = tried, error

@@ -90,9 +90,11 @@ class TracedGraph:
         known, values = {**self.trace.constants, **tensors}, Values()
         for node, source in self.sources.items():
             if source.kind == "input":
-                value = next(leaves)
-                strided = isinstance(value, Tensor) and not value.is_contiguous()  # the trace saw it contiguous
-                values[node] = value.clone() if node in self.writes or strided else value
+                given = next(leaves)
+                value = self.trace.laid_out(given)
+                if value is given and isinstance(given, Tensor) and not self.trace.any_layout:
+                    value = given.contiguous()  # as the trace saw it
+                values[node] = value.clone() if value is given and node in self.writes else value
             elif node in self.writes and source.name in known:
                 values[node] = known[source.name].detach().clone()
         return values

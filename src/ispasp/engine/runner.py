@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ispasp.engine.batches import count_examples, padding_masks
 from ispasp.engine.graphs import TracedGraph, TracedGraphs, Values
 from ispasp.errors import InputError, TraceError
-from ispasp.graph.ops import Arguments, Operand, along, call, named_arguments, op_of
+from ispasp.graph.ops import Arguments, Operand, along, call, named_arguments, op_of, some_of
 from ispasp.graph.trace import Batch, call_op, mutates
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def _cut(node: fx.Node, given: Arguments, cuts: Sequence[Cut], *, slicing: bool)
         if axis is not None and some and each.dim % x.ndim == axis % x.ndim and each.data.name == "input":
             positions = torch.nonzero(each.stays.to(x.device)).flatten()
             weight = given["weight"].index_select(1, positions)
-            given = {**given, "input": x.index_select(each.dim, positions), "weight": weight}
+            given = {**given, "input": some_of(x, each.dim, positions), "weight": weight}
         else:
             gone = along(~each.stays.to(x.device), each.dim, x.ndim)
             given = each.data.put(given, x.masked_fill(gone, 0))  # also clears NaN and Inf, as removal does

@@ -26,6 +26,7 @@ from ispasp.types.statistics import STATISTICS, measurable
 T = TypeVar("T")
 Rows = tuple[Reading, ...]
 _ROWS, _LEAST_ROWS = 200, 16_384  # rows of second moments: for every column, and at least
+_WIDE, _FEW = 256, 0.25  # a layer is wide from so many columns on, and rows are few up to this part of them
 _MOST = 0.7  # positions are left out if no more than this part of them is needed
 
 
@@ -176,6 +177,13 @@ class Positions:
 
     limit: Limit
     examples: int
+    alone: bool = False  # no other rank has examples, and all batches are gathered at once
+
+    def few(self, consumer: Consumer, H: Tensor, columns: int) -> bool:
+        """Whether all examples together give far fewer rows than there are columns."""
+        at = self.of(consumer, H, 0)
+        each = math.prod(output_size(consumer, H)) if at is None else len(at)
+        return self.alone and columns > _WIDE and self.examples * each < _FEW * columns
 
     def of(self, consumer: Consumer, H: Tensor, *seed: int) -> Tensor | None:
         """Some positions, drawn evenly; None for all. They are the same for all examples of a batch.

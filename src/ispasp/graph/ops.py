@@ -287,6 +287,19 @@ def output_channels(node: fx.Node) -> int | None:
     return 1 - len(given_to(node)["weight"].meta["val"].shape) if channels == "conv" else channels
 
 
+def some_of(x: Tensor, dim: int, positions: Tensor) -> Tensor:
+    """Some positions of an axis. Images with their channels last in memory stay so.
+
+    >>> image = torch.rand(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    >>> some_of(image, 1, torch.tensor([2, 0])).is_contiguous(memory_format=torch.channels_last)
+    True
+    """
+    last = x.movedim(dim, -1)
+    if x.ndim > 3 and last.is_contiguous() and not x.is_contiguous():
+        return last[..., positions].movedim(-1, dim)
+    return x.index_select(dim, positions)
+
+
 def along(values: Tensor, axis: int, rank: int) -> Tensor:
     """A vector shaped so that it broadcasts along one axis of a tensor."""
     shape = [1] * rank

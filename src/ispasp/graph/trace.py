@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from string import ascii_letters
 from typing import Any, Literal
 
@@ -22,6 +23,9 @@ from ispasp.errors import InputError, TraceError
 from ispasp.graph.state import Place, left_out, one_at_a_time, quiet, seeded, state_kept, uninterrupted, users_hooks
 
 _MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # their schemas do not say so
+_STRIDED = {
+    getattr(torch.ops.aten, name) for name in "view as_strided as_strided_ as_strided_copy set_ resize_".split()
+}
 _BLOCKS = (torch.ops.higher_order.wrap_with_autocast, torch.ops.higher_order.wrap_with_set_grad_enabled)
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
@@ -151,6 +155,19 @@ class Trace:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
+    @cached_property
+    def any_layout(self) -> bool:
+        """Whether no op sees the layout of tensors in memory; random numbers are drawn in its order."""
+        nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+        return all(map(_ignores_layout, nodes))
+
+    def laid_out(self, value: Any) -> Any:
+        """The input with its channels last in memory, if it holds images: convolutions on a CPU are faster so."""
+        images = (
+            isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point() and value.device.type == "cpu"
+        )
+        return value.contiguous(memory_format=torch.channels_last) if images and self.any_layout else value
+
     @property
     def read(self) -> set[str]:
         """Names of the parameters, buffers and constants that some op reads."""
@@ -179,6 +196,7 @@ def trace(model: nn.Module, batch: Batch, *, training: bool = False) -> Trace:
             program = _without_vmap(program)
             _inline(program.graph_module)
             _spell_out(program.graph)
+            _relax_views(program.graph)
     sources = {}
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind.name)
@@ -263,6 +281,23 @@ def _spell_out(graph: fx.Graph) -> None:
             right = "..." * ("..." in left) + "".join(sorted(c for c in set(left) - set(".,") if left.count(c) == 1))
         terms = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
         node.args = (f"{','.join(terms)}->{right.replace('...', dots)}", tensors, *path)
+
+
+def _relax_views(graph: fx.Graph) -> None:
+    """Turn views into reshapes, which take any layout in memory, unless an op writes into that memory."""
+    written = writes(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if node not in written:
+            node.target = torch.ops.aten.reshape.default
+
+
+def _ignores_layout(node: fx.Node) -> bool:
+    """Whether an op gives the same values for any layout of its arguments in memory."""
+    op: Any = node.target
+    if op is operator.getitem or (op is torch.ops.aten.dropout.default and node.args[2] is False):
+        return True
+    known = getattr(op, "namespace", "") == "aten" and op.overloadpacket not in _STRIDED
+    return known and torch.Tag.nondeterministic_seeded not in op.tags  # drawn in the order of memory
 
 
 def call_op(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -148,7 +148,7 @@ def _run(traced: Trace, model: nn.Module, batch: Batch, trained: Collection[str]
     }
     inputs = iter(pytree.tree_leaves(pytree.tree_map_only(Tensor, torch.clone, call_arguments(batch))))
     sources = [traced.sources[node.name] for node in traced.graph.find_nodes(op="placeholder")]
-    given = (next(inputs) if source.kind == "input" else tensors[source.name] for source in sources)
+    given = (traced.laid_out(next(inputs)) if source.kind == "input" else tensors[source.name] for source in sources)
     casts = any("autocast" in node.meta for node in traced.graph.nodes)
     run: Callable[..., tuple[Tensor, ...]] = _Interpreter(traced.module).run if casts else traced.module.forward
     return run(*given)

@@ -19,7 +19,8 @@ _GRN = (
 
 
 def _name(node: fx.Node) -> str:
-    return str(node.target).split(".")[1]
+    """The name of an op without its namespace and overload; that of other nodes as it is."""
+    return ".".join(str(node.target).split(".")[1:2]) or str(node.target)
 
 
 _REDUCTIONS = """
