@@ -1,6 +1,6 @@
 """`ispasp bench healing`: end to end against block by block, judged by held-out examples and scored on test ones.
 
-With `examples`, the CIFAR networks heal on that many training images: from few to all of them, by the same defaults.
+With `examples`, networks heal on that many: the CIFAR networks on up to all training images, by the same defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 from ispasp._heal import Heal, heal
 from ispasp._prune import prune
+from ispasp._widths import first_batches
+from ispasp.engine.batches import count_examples
 from ispasp.errors import InputError
 from ispasp.report import Column, render
 from ispasp_lab.benchmarks.accuracy_tasks import NETWORKS
@@ -77,12 +79,11 @@ def run(
 
     Rows that healing.csv of the folder has are not made again.
     """
-    if examples and not task.startswith("resnet"):
-        raise InputError(
-            f"examples={list(examples)} with {task}: only resnet20 and resnet56 have more images to heal on"
-        )
     work = NETWORKS[task].load(test)
-    counts = examples or [sum(len(next(iter(_tensors(batch)))) for batch in work.healing)]
+    whole = sum(map(count_examples, work.healing))
+    if examples and max(examples) > whole and not task.startswith("resnet"):
+        raise InputError(f"examples={list(examples)} with {task}: it has {whole:,} to heal on, pass at most as many")
+    counts = examples or [whole]
     done = set() if folder is None else {row.key for row in read_rows(folder / NAME, Row)}
     model, pruned = None, 0.0
     for count in counts:
@@ -97,7 +98,8 @@ def run(
                 pruned = work.scores(model)[0]
             healed, started = copy.deepcopy(model), time.process_time()
             config = replace(Heal(augment=work.heal.augment, batch=work.heal.batch), steps=most or None, blocks=blocks)
-            gain = heal(healed, work.model, _images(count) if examples else work.healing, config, progress=False)
+            given = _images(count) if task.startswith("resnet") else first_batches(work.healing, count)
+            gain = heal(healed, work.model, given if examples else work.healing, config, progress=False)
             seconds, score = time.process_time() - started, work.scores(healed)[0]
             row = replace(
                 row, steps=gain.steps, seconds=seconds, before=gain.before, after=gain.after, pruned=pruned, score=score
@@ -105,10 +107,6 @@ def run(
             if folder is not None:
                 append_row(folder / NAME, row)
             yield row
-
-
-def _tensors(batch: Any) -> Sequence[Any]:
-    return list(batch.values()) if isinstance(batch, dict) else [batch]
 
 
 def _images(count: int) -> list[Any]:

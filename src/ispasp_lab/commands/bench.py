@@ -238,7 +238,7 @@ def healing(
     test: Annotated[int, typer.Option(help="Test examples.", min=1)] = 1000,
     examples: Annotated[
         list[int] | None,
-        typer.Option(help="Training images to heal on, for resnet20 and resnet56; may be repeated.", min=32),
+        typer.Option(help="Examples to heal on; resnet20 and resnet56 have 50,000. May be repeated.", min=32),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of healing.csv and healing.md; resumes there.")] = None,
     as_json: Json = False,
