@@ -303,11 +303,8 @@ def _left_whole(work: Work, others: set[str]) -> tuple[Whole, ...]:
     options = work.options
     why = "the budget leaves it whole" if isinstance(options.keep, Budget) else "keep leaves it whole"
     reasons = {**dict.fromkeys((d.name for d in prunable(work.survey.dimensions, options.skip)), why), **work.unread}
-    return tuple(
-        Whole(d.name, d.kind, d.units, reasons.get(d.name, "skip names it"))
-        for d in work.survey.dimensions
-        if d.name not in others
-    )
+    left = [d for d in work.survey.dimensions if d.name not in others]
+    return tuple(Whole(d.name, d.kind, d.units, reasons.get(d.name, "skip names it")) for d in left)
 
 
 def _cost(work: Work, done: Decisions, plan: Plan, layers: Folding) -> Cost:

@@ -31,9 +31,7 @@ from ispasp.train.objective import labels_of, logits_of
 def evaluate(
     model: ModelOptions,
     data: o.Labelled,
-    number: Annotated[
-        int | None, o.option(o.DATA, "Examples, spread over the data. Default: all.", "--examples", min=1)
-    ] = None,
+    number: Annotated[int | None, o.option(o.DATA, "Examples, spread out. Default: all.", "--examples", min=1)] = None,
     batch_size: o.BatchSize = 32,
     device: o.Device = "",
     as_json: o.Json = False,

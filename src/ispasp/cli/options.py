@@ -106,9 +106,7 @@ InputSize = Annotated[Any, option(DATA, "Size of one random input, such as 3x224
 Dense = Annotated[str, option(None, "Dense model of a pruned folder, if the folder does not name it.", "--model")]
 Device = Annotated[str, option(None, "cpu, cuda, ... Default: cuda if available.")]
 Scope = Annotated[Literal["blocks", "all"], option(WHAT, "blocks, as in the paper, or all: residual streams too.")]
-Kinds = Annotated[
-    Any, option(WHAT, "Kinds of units: neuron, filter, head; comma-separated.", parser=kinds_of, completes=KINDS)
-]
+Kinds = Annotated[Any, option(WHAT, "neuron, filter or head; commas between them.", parser=kinds_of, completes=KINDS)]
 Json = Annotated[bool, option(None, "Print JSON.", "--json")]
 Force = Annotated[bool, option(None, "Write into a folder that is not empty.", "--force")]
 
@@ -160,11 +158,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     flat = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in flat]
 
     def call(**given: Any) -> None:
-        made = {
-            name: own[name].annotation(**{each.name: given.pop(each.name) for each in group})
-            for name, group in groups.items()
-        }
-        command(**given, **made)
+        for name, group in groups.items():
+            options = {each.name: given.pop(each.name) for each in group}
+            given[name] = own[name].annotation(**options)
+        command(**given)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = inspect.Signature(flat, return_annotation=None)  # type: ignore[attr-defined]

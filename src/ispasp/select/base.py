@@ -261,9 +261,8 @@ def selector(method: str | Selector | type[Selector] | Score) -> Selector:
         return ByScore(method)
     nearest = get_close_matches(str(method), METHODS, 1)
     hint = f"did you mean {nearest[0]!r}? Or " if nearest else ""
-    raise InputError(
-        f"unknown method {method!r}: {hint}choose from {', '.join(methods())}, a Selector or a scoring function"
-    )
+    known = ", ".join(methods())
+    raise InputError(f"unknown method {method!r}: {hint}choose from {known}, a Selector or a scoring function")
 
 
 def _check_named(given: Selector | type[Selector], kind: str) -> None:

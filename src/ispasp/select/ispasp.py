@@ -48,8 +48,7 @@ class ISpaSP(Selector):
     (1,)
     """
 
-    name = "ispasp"
-    needs = ("moment",)
+    name, needs = "ispasp", ("moment",)
 
     iterations: int = option(20, whole(1), "an integer >= 1; the paper uses 20")
     rank: Rank = option("value", get_args(Rank).__contains__, "'value' (the paper) or 'magnitude' (signed activations)")
@@ -69,9 +68,8 @@ class ISpaSP(Selector):
 
     def _data(self, statistics: Statistics) -> Statistics | Sequence[Statistics]:
         if self.minibatches and not (isinstance(statistics, Statistics) and statistics.parts):
-            raise InputError(
-                "minibatches=True needs mini-batches: use it in ispasp.prune, or pass Statistics(..., parts=...)"
-            )
+            remedy = "use it in ispasp.prune, or pass Statistics(..., parts=...)"
+            raise InputError(f"minibatches=True needs mini-batches: {remedy}")
         return statistics.parts if self.minibatches else statistics
 
 

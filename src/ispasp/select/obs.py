@@ -65,11 +65,11 @@ def regressions(statistics: Statistics, ridge: float) -> Iterator[Regression]:
 
 def ridge_option() -> Any:
     """The ridge of `regressions`, as an option of a method."""
-    return option(1e-6, _positive, "a number > 0, a part of the mean of the Gram's diagonal")
 
+    def positive(ridge: Any) -> bool:
+        return isinstance(ridge, Real) and not isinstance(ridge, bool) and 0 < float(ridge) < math.inf
 
-def _positive(ridge: float) -> bool:
-    return isinstance(ridge, Real) and not isinstance(ridge, bool) and 0 < ridge < math.inf
+    return option(1e-6, positive, "a number > 0, a part of the mean of the Gram's diagonal")
 
 
 @contextmanager
@@ -78,9 +78,8 @@ def positive_definite(method: str, ridge: float) -> Iterator[None]:
     try:
         yield
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in its __all__
-        raise InputError(
-            f"a Gram matrix is not positive definite: take it in float64, or raise ridge={ridge} of {method}"
-        ) from error
+        remedy = f"take it in float64, or raise ridge={ridge} of {method}"
+        raise InputError(f"a Gram matrix is not positive definite: {remedy}") from error
 
 
 class Fit:
@@ -214,8 +213,7 @@ class FisherOBS(OBS):
     ((0,), (1,))
     """
 
-    name = "obs-fisher"
-    needs = ("gram", "fisher")
+    name, needs = "obs-fisher", ("gram", "fisher")
 
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """The search of `OBS` for consumers whose outputs are scaled by the roots of f."""

@@ -109,9 +109,7 @@ class Teacher:
         if not isinstance(self.model, nn.Module):
             raise InputError(f"the teacher is a {type(self.model).__name__}: pass a torch.nn.Module")
         check_number("temperature", self.temperature, lambda t: t > 0, "a number above 0")
-        check_number(
-            "weight", self.weight, lambda w: 0 < w <= 1, "the teacher's part of the loss, above 0 and at most 1"
-        )
+        check_number("weight", self.weight, lambda w: 0 < w <= 1, "the teacher's part of the loss, above 0, at most 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +127,7 @@ class Objective:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        check_number(
-            "label_smoothing", self.label_smoothing, lambda s: 0 <= s < 1, "a number of at least 0 and below 1"
-        )
+        check_number("label_smoothing", self.label_smoothing, lambda s: 0 <= s < 1, "a number from 0 to below 1")
         if self.loss is not None and self.label_smoothing:
             raise InputError("label_smoothing is for the built-in cross entropy: smooth the labels in your loss")
 
