@@ -177,10 +177,8 @@ def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
     try:
         batches = len(loader)
     except TypeError as error:
-        raise InputError(
-            f"the loader is a {type(loader).__name__} without a length: pass a DataLoader over a dataset with a "
-            "length, or a list of batches"
-        ) from error
+        remedy = "pass a DataLoader over a dataset with a length, or a list of batches"
+        raise InputError(f"the loader is a {type(loader).__name__} without a length: {remedy}") from error
     if batches == 0:
         raise InputError("the loader is empty: pass at least one batch (drop_last may have dropped the only one)")
     if resumable and getattr(loader, "persistent_workers", False):

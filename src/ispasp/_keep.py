@@ -99,10 +99,8 @@ def check_keep(keep: Any) -> None:
     if isinstance(keep, str) and keep in recipes:
         raise InputError(f"keep={keep!r} is the name of a recipe: pass keep=ispasp.recipes[{keep!r}]")
     if is_integer(number := _plain(keep)) and number == 1:
-        raise InputError(
-            "keep=1 would leave one unit in every hidden dimension: pass keep=1.0 to keep all units, or keep={'*': 1} "
-            "to keep one"
-        )
+        remedy = "pass keep=1.0 to keep all units, or keep={'*': 1} to keep one"
+        raise InputError(f"keep=1 would leave one unit in every hidden dimension: {remedy}")
     for pattern, wanted in _rules(keep).items():
         _check_pattern(pattern)
         amount = _plain(wanted)
@@ -190,10 +188,8 @@ def _are_units(wanted: Any) -> bool:
 def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple[int, ...]:
     units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
     if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
-        raise InputError(
-            f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; keep={list(wanted)[:8]} does not "
-            "name different ones of them: pass at least one unit, each once"
-        )
+        remedy = f"keep={list(wanted)[:8]} does not name different ones of them: pass at least one unit, each once"
+        raise InputError(f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; {remedy}")
     return units
 
 
@@ -202,10 +198,8 @@ def _check_plan(plan: Plan, dimensions: Sequence[HiddenDimension]) -> None:
     for d in dimensions:
         planned = plan.structure.units.get(d.name, d.units)
         if planned != d.units:
-            raise InputError(
-                f"the plan is of a model with {planned} units in {d.name!r}, this one has {d.units}: pass the model "
-                "that the plan was made for"
-            )
+            wrong = f"the plan is of a model with {planned} units in {d.name!r}, this one has {d.units}"
+            raise InputError(f"{wrong}: pass the model that the plan was made for")
 
 
 def _matches(name: str, pattern: str) -> bool:

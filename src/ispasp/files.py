@@ -91,10 +91,8 @@ class TensorFile:
     def tensors(self, limit: int) -> dict[str, Tensor]:
         """All tensors, from a file of at most `limit` bytes."""
         if self._size > limit:
-            raise SaveError(
-                f"{self._path} has {self._size:,} bytes, more than the {limit:,} that the model explains: pass the "
-                "model it was written for, or restore the file"
-            )
+            wrong = f"{self._path} has {self._size:,} bytes, more than the {limit:,} that the model explains"
+            raise SaveError(f"{wrong}: pass the model it was written for, or restore the file")
         with _readable(self._path):
             return {name: self._file.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118  # not a dict
 

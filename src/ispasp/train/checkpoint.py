@@ -90,10 +90,8 @@ class Store:
         for name in {**about["settings"], **self.settings}:
             there, here = about["settings"].get(name), self.settings.get(name)
             if there != here:
-                raise InputError(
-                    f"{self.path} is of a run with {name}={there!r:.200}, this one has {name}={here!r}: pass another "
-                    "folder, or delete the file to start over"
-                )
+                wrong = f"{self.path} is of a run with {name}={there!r:.200}, this one has {name}={here!r}"
+                raise InputError(f"{wrong}: pass another folder, or delete the file to start over")
         if about["step"] > steps:
             raise SaveError(f"{self.path} is of step {about['step']}, the run has {steps}: delete it to start over")
         return about["step"], built
@@ -125,10 +123,8 @@ def check_fits(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
     for name in sorted({*tensors, *saved}):
         here, there = (described(t[name]) if name in t else "not there" for t in (tensors, saved))
         if here != there:
-            raise InputError(
-                f"{name!r} is {here} in the model and {there} in the checkpoint: pass the model as it was when the run "
-                "began (pruned in the same way), or another folder"
-            )
+            remedy = "pass the model as it was when the run began (pruned in the same way), or another folder"
+            raise InputError(f"{name!r} is {here} in the model and {there} in the checkpoint: {remedy}")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -121,10 +121,8 @@ def shared(accelerator: Any, loader: Any) -> Iterator[Any]:
         yield loader
         return
     if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
-        raise InputError(
-            f"{accelerator.num_processes} processes share a {type(loader).__name__}: pass a torch DataLoader without a "
-            "DistributedSampler; each of its batches is split over the processes"
-        )
+        remedy = "pass a torch DataLoader without a DistributedSampler; each of its batches is split over the processes"
+        raise InputError(f"{accelerator.num_processes} processes share a {type(loader).__name__}: {remedy}")
     sampler: Any = loader.sampler
     generator = getattr(sampler, "generator", None)
     try:

@@ -189,10 +189,9 @@ def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError) as error:
-        raise InputError(
-            f"the model gives {tuple(logits.shape)}, the labels are {described(labels)} ({str(error).rstrip('.')}): "
-            f"yield one whole number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
-        ) from error
+        wrong = f"the model gives {tuple(logits.shape)}, the labels are {described(labels)} ({str(error).rstrip('.')})"
+        remedy = f"yield one whole number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
+        raise InputError(f"{wrong}: {remedy}") from error
 
 
 def _scalar(value: Any) -> Tensor:
