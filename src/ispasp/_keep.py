@@ -43,10 +43,9 @@ class Recipe:
             layer = modules.get(name)
             if not isinstance(layer, nn.Conv2d) or layer.kernel_size != self.kernel:
                 kernel = "x".join(map(str, self.kernel))
-                raise InputError(
-                    f"the recipe {self.name!r} is for {self.model}: this {type(model).__name__} has no {kernel} "
-                    f"convolution {name!r}; pass that model, or a fraction such as keep=0.5"
-                )
+                wrong = f"this {type(model).__name__} has no {kernel} convolution {name!r}"
+                remedy = "pass that model, or a fraction such as keep=0.5"
+                raise InputError(f"the recipe {self.name!r} is for {self.model}: {wrong}; {remedy}")
 
 
 _SENSITIVE, _ROBUST = "3 5 8 15 16", "6 9 10 12 13"  # blocks of MobileNetV2
@@ -188,8 +187,9 @@ def _are_units(wanted: Any) -> bool:
 def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple[int, ...]:
     units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
     if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
-        remedy = f"keep={list(wanted)[:8]} does not name different ones of them: pass at least one unit, each once"
-        raise InputError(f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; {remedy}")
+        wrong = f"keep={list(wanted)[:8]} does not name different ones of them"
+        known = f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}"
+        raise InputError(f"{known}; {wrong}: pass at least one unit, each once")
     return units
 
 

@@ -509,15 +509,12 @@ class Stopwatch:
         """Why narrower layers may not be faster here."""
         about = self.budget.model
         if about is None or about.fixed > 0.5 * about.dense:
-            return (
-                "it is too small, most of a call is spent outside of the layers that were pruned; use a larger batch=, "
-                "runtime='compile' or 'onnx', or scope='all'"
-            )
+            why = "it is too small, most of a call is spent outside of the layers that were pruned"
+            return f"{why}; use a larger batch=, runtime='compile' or 'onnx', or scope='all'"
         if self._saved < 0.2:
-            return (
-                "its layers are bound by memory or by calls, half of the units saves "
-                f"{max(self._saved, 0):.0%} of the time; use a larger batch=, or least=0, which removes whole branches"
-            )
+            part = f"half of the units saves {max(self._saved, 0):.0%} of the time"
+            remedy = "use a larger batch=, or least=0, which removes whole branches"
+            return f"its layers are bound by memory or by calls, {part}; {remedy}"
         return "the runtime punishes these widths in the whole network; pass round_to=16, or another runtime="
 
 

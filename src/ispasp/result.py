@@ -244,20 +244,13 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 def result_of(work: Work, chosen: Widths, done: Decisions, plan: Plan, evidence: Evidence, folds: Folding) -> Result:
     """Assemble the result from the steps of `prune`, without what is measured on the pruned model."""
     unread = {name: why for name, why in work.unread.items() if name in chosen.counts}
-    return Result(
-        work.model,
-        plan,
-        _layers(work, done, evidence),
-        _cost(work, done, plan, folds),
-        (*work.survey.frozen, *(FrozenAxis(name, why) for name, why in unread.items())),
-        evidence,
-        {**work.options.described(), **work.inputs.described(work.team)},
-        _advice(work, done, evidence, plan),
-        {name: (curve.kept, curve.error) for name, curve in chosen.found.curves.items()},
-        whole=_left_whole(work, {*work.counts, *unread}),
-        example=work.example,
-        tradeoffs=_tradeoffs(work, chosen, done),
-    )
+    layers, cost = _layers(work, done, evidence), _cost(work, done, plan, folds)
+    frozen = (*work.survey.frozen, *(FrozenAxis(name, why) for name, why in unread.items()))
+    settings = {**work.options.described(), **work.inputs.described(work.team)}
+    curves = {name: (curve.kept, curve.error) for name, curve in chosen.found.curves.items()}
+    advice, whole = _advice(work, done, evidence, plan), _left_whole(work, {*work.counts, *unread})
+    found = Result(work.model, plan, layers, cost, frozen, evidence, settings, advice, curves, whole=whole)
+    return replace(found, example=work.example, tradeoffs=_tradeoffs(work, chosen, done))
 
 
 def _tradeoffs(work: Work, chosen: Widths, done: Decisions) -> dict[str, Any]:
@@ -330,10 +323,9 @@ def _advice(work: Work, done: Decisions, evidence: Evidence, plan: Plan) -> tupl
 
 def _amplified(evidence: Evidence) -> str:
     if evidence.precise is None and evidence.limit > FLOAT32:
-        return (
-            "the pruned model is compared in half precision only, since it does not run in float64: a single wrong "
-            "unit of a wide layer could hide in rounding; prune it in float32, and convert it afterwards"
-        )
+        only = "the pruned model is compared in half precision only, since it does not run in float64"
+        hidden = "a single wrong unit of a wide layer could hide in rounding"
+        return f"{only}: {hidden}; prune it in float32, and convert it afterwards"
     if evidence.precise is None or evidence.error <= evidence.limit:
         return ""
     return (

@@ -57,9 +57,10 @@ def allocate(
     problem = Problem(options, count, int(limit))
     smallest = (0,) * len(options)
     if problem.slack(smallest) < 0:
+        counted = f"the network still counts {problem.count(smallest):,}"
+        why = f"with every hidden dimension as narrow as allowed {counted}"
         raise InputError(
-            f"a limit of {limit:,} cannot be met: with every hidden dimension as narrow as allowed the network still "
-            f"counts {problem.count(smallest):,}; raise the limit to that, or prune more dimensions"
+            f"a limit of {limit:,} cannot be met: {why}; raise the limit to that, or prune more dimensions"
         )
     place = descend(problem)
     if place != problem.dense:

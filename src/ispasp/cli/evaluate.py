@@ -78,10 +78,10 @@ def scorer(loaded: Loaded, found: Examples, batch_size: int, *, examples: int | 
         logits = logits_of(output)
     if logits.ndim != 2 or logits.shape[1] < 2:
         gives = tuple(logits.shape) if logits.numel() else f"a {type(output).__name__}"
-        raise InputError(
-            f"{loaded.spec} gives {gives}, no classes and no next tokens: pass a classifier or a causal language "
-            "model, or score it from Python, ispasp.prune(..., evaluate=...)"
+        remedy = (
+            "pass a classifier or a causal language model, or score it from Python, ispasp.prune(..., evaluate=...)"
         )
+        raise InputError(f"{loaded.spec} gives {gives}, no classes and no next tokens: {remedy}")
     found = matched(found, logits.shape[1], loaded.names)
     return Scorer("accuracy", accuracy, found.loader(batch_size, numbers=numbers, labelled=True), text)
 

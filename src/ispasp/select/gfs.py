@@ -46,10 +46,9 @@ class GFS(Search):
         """One growth by `Statistics.task`, which `ispasp.prune` provides, passes all widths."""
         task = evidence.statistics.task
         if task is None:
-            raise InputError(
-                "gfs follows the loss of the task, which these statistics do not hold: use it in ispasp.prune, call "
-                f"{self}.forward(units, keep, loss), or choose gfs-local, which follows the output of the dense layer"
-            )
+            wrong = "gfs follows the loss of the task, which these statistics do not hold"
+            other = f"call {self}.forward(units, keep, loss), or choose gfs-local"
+            raise InputError(f"{wrong}: use it in ispasp.prune, {other}, which follows the output of the dense layer")
         grown = self.forward(evidence.statistics.units, int(max(widths)), task)
         return [Found([grown.kept(size + 1) for size in range(width)]) for width in widths]
 

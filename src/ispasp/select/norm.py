@@ -87,10 +87,9 @@ class Slimming(Scored):
         scores = []
         for number, producer in enumerate(checked_producers(statistics, self.name)):
             if producer.scale is None:
-                raise InputError(
-                    f"producer {number} has no BatchNorm after it, and slimming scores its weight: choose another "
-                    "method such as 'l1', skip this hidden dimension, or pass Producer(weight, scale=gamma)"
-                )
+                wrong = f"producer {number} has no BatchNorm after it, and slimming scores its weight"
+                remedy = "skip this hidden dimension, or pass Producer(weight, scale=gamma)"
+                raise InputError(f"{wrong}: choose another method such as 'l1', {remedy}")
             scores.append((producer, producer.scale.abs()))
         return sum_over_layers(scores, statistics.units)
 

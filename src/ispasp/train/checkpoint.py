@@ -48,11 +48,9 @@ class Store:
 
     def write(self, about: Mapping[str, Any], parts: Parts) -> None:
         """Write a checkpoint. If the run dies meanwhile, the previous one stays as it was."""
-        tensors = {
-            f"{part}/{name}" if name else part: tensor.detach().cpu().contiguous().clone()  # safetensors wants no views
-            for part, named in parts.items()
-            for name, tensor in named.items()
-        }
+        flat = {f"{part}/{name}" if name else part: t for part, named in parts.items() for name, t in named.items()}
+        # safetensors wants no views
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in flat.items()}
         text = json.dumps({"settings": self.settings, **about})
         metadata = {"format": f"ispasp-{self.kind}", "version": VERSION, "about": text, "sha256": digest(tensors, text)}
         fresh = self.folder / f".{self.path.name}.new"

@@ -137,10 +137,9 @@ class Objective:
         taught = 0.0 if teacher is None else teacher.weight
         if self.loss is None and taught < 1 and labels_of(batch) is None:
             keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-            raise InputError(
-                f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with "
-                f"'labels', or {_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
-            )
+            other = f"{_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
+            remedy = f"yield (inputs, labels) or a dict with 'labels', or {other}"
+            raise InputError(f"a batch ({type(batch).__name__}{keys}) has no labels: {remedy}")
         inputs = self.input_of(batch)
         output = run(model, inputs)
         task = _scalar(self._task(output, batch)) if taught < 1 else torch.zeros((), device="cpu")

@@ -81,8 +81,8 @@ class Sgd(Recipe):
             raise InputError("nesterov=True needs momentum: pass momentum=0.9")
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        own = {"weight_decay": self.weight_decay, "nesterov": self.nesterov}
-        return torch.optim.SGD(parameters, self.lr, self.momentum, **own)
+        momentum, decay = self.momentum, self.weight_decay
+        return torch.optim.SGD(parameters, self.lr, momentum, weight_decay=decay, nesterov=self.nesterov)
 
 
 @dataclass(frozen=True)
