@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +71,7 @@ def export_gguf(
     return error
 
 
-@dataclass(frozen=True, eq=False)
-class _Content:
+class _Content(NamedTuple):
     """What a file holds: its architecture, metadata under the architecture's name, and tensors."""
 
     arch: str

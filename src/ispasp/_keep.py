@@ -42,8 +42,7 @@ class Recipe:
         for name in self.keep:
             layer = modules.get(name)
             if not isinstance(layer, nn.Conv2d) or layer.kernel_size != self.kernel:
-                kernel = "x".join(map(str, self.kernel))
-                wrong = f"this {type(model).__name__} has no {kernel} convolution {name!r}"
+                wrong = f"this {type(model).__name__} has no {'x'.join(map(str, self.kernel))} convolution {name!r}"
                 remedy = "pass that model, or a fraction such as keep=0.5"
                 raise InputError(f"the recipe {self.name!r} is for {self.model}: {wrong}; {remedy}")
 

@@ -149,8 +149,7 @@ class Result(Printed):
         found = {layer.name: _row(layer) for layer in self.layers}
         for d in self.whole:
             found[d.name] = _row(Layer(d.name, d.kind, d.units, d.units, 0, None, None, notes=(d.reason,)))
-        order = [*self.plan.structure.units, *found]
-        return [found[name] for name in dict.fromkeys(order) if name in found]
+        return [found[name] for name in dict.fromkeys([*self.plan.structure.units, *found]) if name in found]
 
     def to_json(self) -> str:
         """Everything but the model's weights, as JSON text."""

@@ -63,8 +63,7 @@ class Budget:
 
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
         """Count of the network with these widths; dimensions that are not named are dense."""
-        counted: int = getattr(costs, self.what)({name: range(width) for name, width in widths.items()})
-        return counted
+        return int(getattr(costs, self.what)({name: range(width) for name, width in widths.items()}))
 
     def choices(self, name: str, units: int, step: int | None) -> Sequence[int] | None:
         """The widths that a hidden dimension may have, ascending to all units; None for any."""

@@ -27,11 +27,7 @@ from ispasp.train.objective import logits_of
 
 @o.grouped
 def survey(
-    model: ModelOptions,
-    sample: o.Sample,
-    scope: o.Scope = "blocks",
-    kinds: o.Kinds = o.ALL_KINDS,
-    as_json: o.Json = False,
+    model: ModelOptions, sample: o.Sample, scope: o.Scope = "blocks", kinds: o.Kinds = o.ALL, as_json: o.Json = False
 ) -> None:
     """Print every hidden dimension of a model, and what is frozen and why. Changes nothing, needs no data."""
     loaded = model.load()

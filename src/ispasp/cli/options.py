@@ -22,7 +22,7 @@ from ispasp._survey import KINDS
 from ispasp.errors import InputError, failing_as, visible
 
 LOG = logging.getLogger("ispasp.cli")  # a DEBUG record names the stage that a command has come to
-ALL_KINDS = ",".join(KINDS)
+ALL = ",".join(KINDS)  # kinds of units
 Parser = Callable[[str], Any]
 DATA, WHAT, IMAGES = "Data", "What to prune", "Images"
 

@@ -148,8 +148,7 @@ class HowOptions:
     curves: bool = o.opt(True, _HOW, "Predict the error at other widths, for the report.", "--curves/--no-curves")
 
     def chosen(self) -> str | Selector:
-        found: str | Selector = best_method(self.order) if self.method == "auto" else self.method
-        return found
+        return best_method(self.order) if self.method == "auto" else self.method
 
     def no_curves(self) -> str:
         """Say why the report has no curves; empty if it has."""
@@ -189,7 +188,7 @@ class WhatOptions:
     """Which hidden dimensions."""
 
     scope: o.Scope = "blocks"
-    kinds: o.Kinds = o.ALL_KINDS
+    kinds: o.Kinds = o.ALL
     skip: list[str] | None = o.opt(None, o.WHAT, "Glob of hidden dimensions to leave alone; repeatable.")
 
 

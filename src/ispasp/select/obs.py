@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ _WORTH = 1 - 1e-6  # an exchange costs at most this part of what it saves, else 
 
 
 # Least squares for whole units: what removing one costs, and adding one gains, when the others are refitted ----------
-@dataclass(frozen=True, eq=False)
-class Regression:
+class Regression(NamedTuple):
     """One group of one consumer: min over W' of tr (W - W')^T G (W - W'), W' zero outside the kept units.
 
     Columns are laid out unit by unit, b for each; a unit with fewer is padded with zero columns, which change nothing.
@@ -282,8 +281,7 @@ def _exchanged(problems: Sequence[Regression], kept: Sequence[int], n: int, swap
             move(u)
             move(j)
         tried.add(j)
-    found: list[int] = torch.nonzero(inside).flatten().tolist()
-    return found
+    return [int(unit) for unit in torch.nonzero(inside)]
 
 
 class _Removals:
