@@ -58,11 +58,11 @@ def export_gguf(
         limit = max(_ROUNDING[dtype], _ROUNDING.get(str(inner.dtype), 0)) if tolerance is None else tolerance
         error = _difference(content, inner)
         if not error <= limit:
-            raise ExportError(
-                f"llama.cpp's {content.arch} would differ from {type(inner).__name__} by {error:.1e}, more than "
-                f'{limit:.0e}; nothing was written: pass dtype="f32" if this is small; if not, the model is no plain '
-                "Llama, so write it with export_onnx"
+            wrong = f"llama.cpp's {content.arch} would differ from {type(inner).__name__} by {error:.1e}"
+            remedy = (
+                'pass dtype="f32" if this is small; if not, the model is no plain Llama, so write it with export_onnx'
             )
+            raise ExportError(f"{wrong}, more than {limit:.0e}; nothing was written: {remedy}")
         with failing_as(ExportError, f"cannot write {path}", "check the path and the free space"):
             make_folder(path.parent)
             with workspace(path.parent) as fresh:

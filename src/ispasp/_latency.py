@@ -113,10 +113,9 @@ class LatencyResult:
                 remedy = "it is out of reach; pass a larger limit, least=0, scope='all', or a larger batch="
             found.append(f"{told}: {remedy}")
         if (spread := max(self.dense_spread, self.pruned_spread)) > _NOISY:
-            found.append(
-                f"the machine is too noisy for exact times: the middle half of the runs spreads over {spread:.0%} of "
-                "their median; close other programs, pass repeats=50, or use fewer threads (torch.set_num_threads)"
-            )
+            wrong = f"the middle half of the runs spreads over {spread:.0%} of their median"
+            remedy = "close other programs, pass repeats=50, or use fewer threads (torch.set_num_threads)"
+            found.append(f"the machine is too noisy for exact times: {wrong}; {remedy}")
         return found
 
 

@@ -27,8 +27,6 @@ from ispasp.types.plan import Plan
 _WIDER = 8  # a file may have this many times the bytes of the dense model: float64 where the model has bytes
 _HEADER = 2**27  # bytes of names and metadata
 _AS_SAVED = "build the dense model as it was when saved"
-
-
 _BESIDE = (  # files of tokenizers and processors, which from_pretrained expects beside the model
     "added_tokens.json chat_template.jinja merges.txt preprocessor_config.json processor_config.json "
     "sentencepiece.bpe.model special_tokens_map.json spiece.model tokenizer.json tokenizer.model "

@@ -327,10 +327,9 @@ def _amplified(evidence: Evidence) -> str:
         return f"{only}: {hidden}; prune it in float32, and convert it afterwards"
     if evidence.precise is None or evidence.error <= evidence.limit:
         return ""
-    return (
-        f"rounding is amplified: in the model's own precision outputs differ by {evidence.error:.0e} from the masked "
-        f"network's, in float64 by {evidence.precise:.0e}; more examples or a larger ridge= make the refit steadier"
-    )
+    own = f"in the model's own precision outputs differ by {evidence.error:.0e} from the masked network's"
+    remedy = "more examples or a larger ridge= make the refit steadier"
+    return f"rounding is amplified: {own}, in float64 by {evidence.precise:.0e}; {remedy}"
 
 
 def _few_examples(done: Decisions) -> str:
@@ -339,10 +338,8 @@ def _few_examples(done: Decisions) -> str:
         return ""
     worst = max(short, key=lambda refit: refit.wanted)
     given = "1 example makes" if worst.examples == 1 else f"{worst.examples:,} examples make"
-    return (
-        f"too few examples: {given} {worst.rows:,} rows, but {len(short)} of {len(done.refits)} layers have more "
-        f"columns to refit; pass about {worst.wanted:,} examples"
-    )
+    wrong = f"{given} {worst.rows:,} rows, but {len(short)} of {len(done.refits)} layers have more columns to refit"
+    return f"too few examples: {wrong}; pass about {worst.wanted:,} examples"
 
 
 def _unsteady(work: Work, done: Decisions) -> str:
@@ -353,7 +350,6 @@ def _unsteady(work: Work, done: Decisions) -> str:
     number, worst = max(fitted.items(), key=lambda item: item[1].steady)
     inside, outside = (math.sqrt(error) for error in worst.errors or (0.0, 0.0))
     path = next((site.path for site in work.sites if site.number == number), "one")
-    return (
-        f"{len(fitted)} of {len(done.refits)} layers fit the calibration examples much better than new ones, {path} "
-        f"most of all (error {inside:.1%}, held out {outside:.1%}): pass about {worst.steady:,} examples"
-    )
+    which = f"{len(fitted)} of {len(done.refits)} layers fit the calibration examples much better than new ones"
+    most = f"{path} most of all (error {inside:.1%}, held out {outside:.1%})"
+    return f"{which}, {most}: pass about {worst.steady:,} examples"

@@ -345,7 +345,6 @@ _READERS: dict[str, Callable[[Any, Loaded, Wanted], Examples]] = {
     "hf-dataset": from_dataset,
     "folder": from_images,
     ".npz": from_npz,
-    ".csv": from_table,
-    ".tsv": from_table,
+    **dict.fromkeys((".csv", ".tsv"), from_table),
     "text": from_text,
 }

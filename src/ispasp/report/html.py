@@ -104,11 +104,9 @@ def _play(tradeoffs: Record) -> str:
     """The slider, what it changes, and the data that the script reads. Hidden until the script runs."""
     names = [name for name in _MEASURES if name in tradeoffs["measures"]]
     start = names[-1] if "latency" in names else names[0]
-    options = "".join(
-        f'<label><input type="radio" name="measure" value="{name}"{" checked" if name == start else ""}>'
-        f"{_MEASURES[name].partition(' ')[0].replace('Milliseconds', 'Latency')}</label>"
-        for name in names
-    )
+    button = '<label><input type="radio" name="measure" value="{}"{}>{}</label>'
+    short = {name: _MEASURES[name].partition(" ")[0].replace("Milliseconds", "Latency") for name in names}
+    options = "".join(button.format(name, " checked" * (name == start), text) for name, text in short.items())
     tiles = "".join(
         f'<div class="tile"><div class="label">{label}</div><div class="value"><span class="{name}"></span></div>'
         f'<div class="under {name}-under"></div></div>'
@@ -171,10 +169,9 @@ def _costs(cost: Record, timed: Record | None) -> list[str]:
 
 
 def _tile(label: str, value: str, under: str, beside: str = "", share: float | None = None) -> str:
-    return (
-        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{value}</span>{beside}</div>'
-        f'{"" if share is None else _meter(share, label)}<div class="under">{under}</div></div>'
-    )
+    top = f'<div class="label">{label}</div><div class="value"><span>{value}</span>{beside}</div>'
+    bar = "" if share is None else _meter(share, label)
+    return f'<div class="tile">{top}{bar}<div class="under">{under}</div></div>'
 
 
 def _meter(share: float, label: str) -> str:
@@ -239,11 +236,10 @@ def _curves(layers: Sequence[Record], curves: Curves, without: str) -> str:
         errors = [math.sqrt(max(error, 0.0)) for error in curves[name][1]]
         facets.append(f"<div><h3>{_breakable(name)}</h3>{svg.curve(curves[name][0], errors, kept.get(name))}</div>")
     shown, folded = "".join(facets[:_FACETS]), facets[_FACETS:]
-    more = f'<div class="facets">{"".join(folded)}</div>'
-    return (
-        f"<section><h2>Error against kept units</h2><p>{about if names else escape(without)}</p>"
-        f'<div class="facets">{shown}</div>{_details("more layers", len(folded), more) if folded else ""}</section>'
-    )
+    hidden = f'<div class="facets">{"".join(folded)}</div>'
+    more = _details("more layers", len(folded), hidden) if folded else ""
+    content = f'<p>{about if names else escape(without)}</p><div class="facets">{shown}</div>{more}'
+    return f"<section><h2>Error against kept units</h2>{content}</section>"
 
 
 def _details(summary: str, count: int, content: str, opened: str = "") -> str:

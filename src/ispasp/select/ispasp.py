@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -137,8 +137,7 @@ def _parts(statistics: Statistics | Sequence[Statistics]) -> list[Statistics]:
     return list(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class Coupling:
+class Coupling(NamedTuple):
     """A consumer at one input size: P, Q (groups, channels / groups, K), K = outputs / groups x classes of positions.
 
     For a linear consumer P = Q = A^T and the weights are h.
