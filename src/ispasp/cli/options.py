@@ -158,10 +158,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     flat = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in flat]
 
     def call(**given: Any) -> None:
-        for name, group in groups.items():
-            options = {each.name: given.pop(each.name) for each in group}
-            given[name] = own[name].annotation(**options)
-        command(**given)
+        made = {
+            name: own[name].annotation(**{each.name: given.pop(each.name) for each in group})
+            for name, group in groups.items()
+        }
+        command(**given, **made)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = inspect.Signature(flat, return_annotation=None)  # type: ignore[attr-defined]
