@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,8 @@ def export_gguf(
     return error
 
 
-class _Content(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Content:
     """What a file holds: its architecture, metadata under the architecture's name, and tensors."""
 
     arch: str
