@@ -124,18 +124,10 @@ def compare(
         timed = timed_pair(a, b, first_of(taken[0], how.batch), runtime, repeats)
         layers, note = _features(a, b, taken[0])
     worst = sorted(range(len(spread)), key=lambda k: -spread[k])[:_WORST]
-    return Versus(
-        type(a).__name__,
-        replace(costs[1], dense_params=costs[0].params, dense_macs=costs[0].macs),
-        (size[0], size[1]),
-        timed,
-        len(spread),
-        agreement.rate,
-        sum(spread) / len(spread),
-        {k: spread[k] for k in worst},
-        layers,
-        note,
-    )
+    cost = replace(costs[1], dense_params=costs[0].params, dense_macs=costs[0].macs)
+    outputs_apart = sum(spread) / len(spread), {k: spread[k] for k in worst}
+    sizes, examples, name = (size[0], size[1]), len(spread), type(a).__name__
+    return Versus(name, cost, sizes, timed, examples, agreement.rate, *outputs_apart, layers, note)
 
 
 def _pair(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -146,10 +138,9 @@ def _pair(dense: nn.Module, pruned: nn.Module, batch: Any) -> tuple[Any, Any]:
             outputs.append(run_and_restore(model, batch))
     shapes = [[tuple(t.shape) for t in tensors_of(output)] for output in outputs]
     if shapes[0] != shapes[1]:
-        raise InputError(
-            f"the models do not fit each other: on the same batch the dense one returns shapes {shapes[0][:4]}, the "
-            f"pruned one {shapes[1][:4]}; pass a model and the one that was pruned from it"
-        )
+        wrong = f"on the same batch the dense one returns shapes {shapes[0][:4]}, the pruned one {shapes[1][:4]}"
+        remedy = "pass a model and the one that was pruned from it"
+        raise InputError(f"the models do not fit each other: {wrong}; {remedy}")
     return outputs[0], outputs[1]
 
 

@@ -64,15 +64,11 @@ class FinetuneResult:
         stops = sorted(self.scores) or range(1, self.steps + 1)
         rows = min(_ROWS, len(stops))
         edges = [0, *(stops[round(len(stops) * row / rows) - 1] for row in range(1, rows + 1))]
-        table = [
-            {
-                "steps": f"{a + 1}-{b}" if b > a + 1 else f"{b}",
-                "lr": self.recipe.lr_at(a, self.steps),
-                "loss": math.fsum(self.losses[a:b]) / (b - a),
-                "score": self.scores.get(b),
-            }
-            for a, b in pairwise(edges)
-        ]
+        table: list[dict[str, Any]] = []
+        for a, b in pairwise(edges):
+            steps, loss = f"{a + 1}-{b}" if b > a + 1 else f"{b}", math.fsum(self.losses[a:b]) / (b - a)
+            lr, score = self.recipe.lr_at(a, self.steps), self.scores.get(b)
+            table.append({"steps": steps, "lr": lr, "loss": loss, "score": score})
         resumed = f"\nsteps 1-{self.resumed} from a checkpoint" if self.resumed else ""
         return f"{render(title, columns, table)}\n{self.recipe}{resumed}"
 
@@ -177,10 +173,8 @@ def _checked_loader(loader: Any, model: nn.Module, resumable: bool) -> Any:
     try:
         batches = len(loader)
     except TypeError as error:
-        raise InputError(
-            f"the loader is a {type(loader).__name__} without a length: pass a DataLoader over a dataset with a "
-            "length, or a list of batches"
-        ) from error
+        remedy = "pass a DataLoader over a dataset with a length, or a list of batches"
+        raise InputError(f"the loader is a {type(loader).__name__} without a length: {remedy}") from error
     if batches == 0:
         raise InputError("the loader is empty: pass at least one batch (drop_last may have dropped the only one)")
     if resumable and getattr(loader, "persistent_workers", False):
@@ -202,10 +196,9 @@ def _soft_units(soft: Soft, model: nn.Module, batch: Batch) -> _SoftUnits:
     makers = {path for d in found.dimensions if d.name in counts for path in d.producers}
     computed = {*structure.folded, *(owner(norm.v) for norm in structure.weight_norms)} & makers
     if computed:
-        raise InputError(
-            f"{min(computed)!r} computes its weight (weight_norm, spectral_norm), so its units cannot be set to zero: "
-            "remove the parametrization, or skip what it makes"
-        )
+        wrong = f"{min(computed)!r} computes its weight (weight_norm, spectral_norm)"
+        remedy = "remove the parametrization, or skip what it makes"
+        raise InputError(f"{wrong}, so its units cannot be set to zero: {remedy}")
     return _SoftUnits(found, counts, batch, float(soft.norm))
 
 

@@ -17,7 +17,7 @@ from ispasp.graph.state import copied
 from ispasp.graph.trace import evaluating
 from ispasp.result import Result
 from ispasp.surgery.remove import Undo, plans_of, record_
-from ispasp.types.dimension import Structure, TensorLayout, full_length
+from ispasp.types.dimension import Extent, Structure, TensorLayout, full_length
 from ispasp.types.plan import Plan
 
 Train = Callable[[nn.Module], Any]
@@ -74,15 +74,16 @@ def _with_biases(dense: Structure, results: Iterable[Result]) -> Structure:
 
     A result describes the model at its step: extents over already pruned dimensions get their dense units back.
     """
+
+    def whole(extent: Extent) -> Extent:
+        return tuple(tuple((n, dense.units.get(n, size) if n else size) for n, size in part) for part in extent)
+
     tensors = dict(dense.tensors)
     biases: list[str] = []
     for result in results:
         for path in result.plan.structure.biases:
             found = result.plan.structure.tensors[f"{path}.bias"]
-            axes = {
-                axis: tuple(tuple((n, dense.units.get(n, size) if n else size) for n, size in part) for part in extent)
-                for axis, extent in found.axes.items()
-            }
+            axes = {axis: whole(extent) for axis, extent in found.axes.items()}
             shape = tuple(full_length(axes[i]) if i in axes else size for i, size in enumerate(found.shape))
             tensors[f"{path}.bias"] = TensorLayout(shape, axes)
             biases.append(path)

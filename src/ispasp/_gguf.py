@@ -59,11 +59,11 @@ def export_gguf(
         limit = max(_ROUNDING[dtype], _ROUNDING.get(str(inner.dtype), 0)) if tolerance is None else tolerance
         error = _difference(content, inner)
         if not error <= limit:
-            raise ExportError(
-                f"llama.cpp's {content.arch} would differ from {type(inner).__name__} by {error:.1e}, more than "
-                f'{limit:.0e}; nothing was written: pass dtype="f32" if this is small; if not, the model is no plain '
-                "Llama, so write it with export_onnx"
+            wrong = f"llama.cpp's {content.arch} would differ from {type(inner).__name__} by {error:.1e}"
+            remedy = (
+                'pass dtype="f32" if this is small; if not, the model is no plain Llama, so write it with export_onnx'
             )
+            raise ExportError(f"{wrong}, more than {limit:.0e}; nothing was written: {remedy}")
         with failing_as(ExportError, f"cannot write {path}", "check the path and the free space"):
             make_folder(path.parent)
             with workspace(path.parent) as fresh:
@@ -116,10 +116,8 @@ def _rope(model: Any) -> tuple[int, float, Tensor]:
     kind, inverse = getattr(rotary, "rope_type", "default"), rotary.inv_freq.detach().cpu().double()
     D, sizes = 2 * len(inverse), {layer.self_attn.head_dim for layer in model.model.layers}
     if kind not in _ROPES or sizes != {D}:
-        raise InputError(
-            f"rope of type {kind!r} over {D} entries of heads of {sorted(sizes)} cannot be written as GGUF: it takes "
-            f"{', '.join(_ROPES)} over whole heads; write the model with export_onnx"
-        )
+        wrong = f"rope of type {kind!r} over {D} entries of heads of {sorted(sizes)} cannot be written as GGUF"
+        raise InputError(f"{wrong}: it takes {', '.join(_ROPES)} over whole heads; write the model with export_onnx")
     theta = float(getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"])
     return D, theta, theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D) / inverse
 
@@ -140,10 +138,9 @@ def _named(model: Any) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
             break
     least = {f"{name}.weight" for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "ffn_norm", "ffn_gate")}
     if "token_embd.weight" not in outer or not layers or not all(least <= set(layer) for layer in layers.values()):
-        raise InputError(
-            f"{type(model).__name__} is no Llama-type model of transformers (its {name!r} has no place in one): pass a "
-            "causal model such as Llama, Mistral, Qwen2 or Qwen3, or write this one with export_onnx"
-        )
+        wrong = f"{type(model).__name__} is no Llama-type model of transformers (its {name!r} has no place in one)"
+        remedy = "pass a causal model such as Llama, Mistral, Qwen2 or Qwen3, or write this one with export_onnx"
+        raise InputError(f"{wrong}: {remedy}")
     return outer, [layers[i] for i in sorted(layers)]
 
 
@@ -174,10 +171,9 @@ def _arch(kind: str, outer: dict[str, Tensor], layers: list[dict[str, Tensor]], 
     native = uniform and not extra
     if any("attn_q_norm.weight" in layer for layer in layers):
         if not native:
-            raise InputError(
-                "llama.cpp reads norms of queries and keys only in layers of one width, without new biases: prune all "
-                "layers to one width (keep=0.5) with bias='keep', or write the model with export_onnx"
-            )
+            wrong = "llama.cpp reads norms of queries and keys only in layers of one width, without new biases"
+            remedy = "prune all layers to one width (keep=0.5) with bias='keep', or write the model with export_onnx"
+            raise InputError(f"{wrong}: {remedy}")
         return "qwen3"
     if kind == "qwen2" and native and square:
         return "qwen2"

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,7 @@ class Opening:
     why: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        reason = f" ({'; '.join(self.why)})" if self.why else ""
-        return f"opens with {self.call}{reason}"
+        return f"opens with {self.call}" + (f" ({'; '.join(self.why)})" if self.why else "")
 
 
 def openings(model: Any, plan: Plan, config: Any, write: Callable[[Opening], Path], example: Any) -> Opening:
@@ -316,8 +315,7 @@ class _Family:
 # Fields of a config -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """A field of a config, by its keys and indices, and the value to try."""
 
     path: Path_
@@ -434,6 +432,6 @@ def _dummy(model: Any) -> Any:
     side = getattr(config, "image_size", None)
     if main == "pixel_values" and isinstance(side, int):
         shape = 2, getattr(config, "num_channels", 3), side, side
-        values = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-        return {"pixel_values": values.to(device, model.dtype)}
+        generator = torch.Generator().manual_seed(0)
+        return {"pixel_values": torch.rand(shape, generator=generator).to(device, model.dtype)}
     return None

@@ -42,11 +42,9 @@ class Recipe:
         for name in self.keep:
             layer = modules.get(name)
             if not isinstance(layer, nn.Conv2d) or layer.kernel_size != self.kernel:
-                kernel = "x".join(map(str, self.kernel))
-                raise InputError(
-                    f"the recipe {self.name!r} is for {self.model}: this {type(model).__name__} has no {kernel} "
-                    f"convolution {name!r}; pass that model, or a fraction such as keep=0.5"
-                )
+                wrong = f"this {type(model).__name__} has no {'x'.join(map(str, self.kernel))} convolution {name!r}"
+                remedy = "pass that model, or a fraction such as keep=0.5"
+                raise InputError(f"the recipe {self.name!r} is for {self.model}: {wrong}; {remedy}")
 
 
 _SENSITIVE, _ROBUST = "3 5 8 15 16", "6 9 10 12 13"  # blocks of MobileNetV2
@@ -99,10 +97,8 @@ def check_keep(keep: Any) -> None:
     if isinstance(keep, str) and keep in recipes:
         raise InputError(f"keep={keep!r} is the name of a recipe: pass keep=ispasp.recipes[{keep!r}]")
     if is_integer(number := _plain(keep)) and number == 1:
-        raise InputError(
-            "keep=1 would leave one unit in every hidden dimension: pass keep=1.0 to keep all units, or keep={'*': 1} "
-            "to keep one"
-        )
+        remedy = "pass keep=1.0 to keep all units, or keep={'*': 1} to keep one"
+        raise InputError(f"keep=1 would leave one unit in every hidden dimension: {remedy}")
     for pattern, wanted in _rules(keep).items():
         _check_pattern(pattern)
         amount = _plain(wanted)
@@ -190,10 +186,9 @@ def _are_units(wanted: Any) -> bool:
 def _checked_units(wanted: Collection[int], dimension: HiddenDimension) -> tuple[int, ...]:
     units = tuple(sorted(int(unit) for unit in wanted if is_integer(unit)))
     if not units or len(set(units)) < len(wanted) or units[0] < 0 or units[-1] >= dimension.units:
-        raise InputError(
-            f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}; keep={list(wanted)[:8]} does not "
-            "name different ones of them: pass at least one unit, each once"
-        )
+        wrong = f"keep={list(wanted)[:8]} does not name different ones of them"
+        known = f"hidden dimension {dimension.name!r} has units 0..{dimension.units - 1}"
+        raise InputError(f"{known}; {wrong}: pass at least one unit, each once")
     return units
 
 
@@ -202,10 +197,8 @@ def _check_plan(plan: Plan, dimensions: Sequence[HiddenDimension]) -> None:
     for d in dimensions:
         planned = plan.structure.units.get(d.name, d.units)
         if planned != d.units:
-            raise InputError(
-                f"the plan is of a model with {planned} units in {d.name!r}, this one has {d.units}: pass the model "
-                "that the plan was made for"
-            )
+            wrong = f"the plan is of a model with {planned} units in {d.name!r}, this one has {d.units}"
+            raise InputError(f"{wrong}: pass the model that the plan was made for")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -113,10 +113,9 @@ class LatencyResult:
                 remedy = "it is out of reach; pass a larger limit, least=0, scope='all', or a larger batch="
             found.append(f"{told}: {remedy}")
         if (spread := max(self.dense_spread, self.pruned_spread)) > _NOISY:
-            found.append(
-                f"the machine is too noisy for exact times: the middle half of the runs spreads over {spread:.0%} of "
-                "their median; close other programs, pass repeats=50, or use fewer threads (torch.set_num_threads)"
-            )
+            wrong = f"the middle half of the runs spreads over {spread:.0%} of their median"
+            remedy = "close other programs, pass repeats=50, or use fewer threads (torch.set_num_threads)"
+            found.append(f"the machine is too noisy for exact times: {wrong}; {remedy}")
         return found
 
 
@@ -509,15 +508,12 @@ class Stopwatch:
         """Why narrower layers may not be faster here."""
         about = self.budget.model
         if about is None or about.fixed > 0.5 * about.dense:
-            return (
-                "it is too small, most of a call is spent outside of the layers that were pruned; use a larger batch=, "
-                "runtime='compile' or 'onnx', or scope='all'"
-            )
+            why = "it is too small, most of a call is spent outside of the layers that were pruned"
+            return f"{why}; use a larger batch=, runtime='compile' or 'onnx', or scope='all'"
         if self._saved < 0.2:
-            return (
-                "its layers are bound by memory or by calls, half of the units saves "
-                f"{max(self._saved, 0):.0%} of the time; use a larger batch=, or least=0, which removes whole branches"
-            )
+            part = f"half of the units saves {max(self._saved, 0):.0%} of the time"
+            remedy = "use a larger batch=, or least=0, which removes whole branches"
+            return f"its layers are bound by memory or by calls, {part}; {remedy}"
         return "the runtime punishes these widths in the whole network; pass round_to=16, or another runtime="
 
 

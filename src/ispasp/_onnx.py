@@ -62,11 +62,10 @@ def export_onnx(
             with workspace(path.parent) as fresh, quiet(*TALKATIVE):
                 error = _export(inner, batch, axes, fresh / path.name, opset)
                 if not error <= tolerance:
-                    raise ExportError(
-                        f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}; nothing "
-                        "was written: export in float32 (model.float()), try another opset, or pass a higher tolerance"
-                        f"{' or dynamic=False' if axes else ''}"
-                    )
+                    wrong = f"onnxruntime differs from torch by {error:.1e}, more than tolerance={tolerance:.1e}"
+                    other = f"pass a higher tolerance{' or dynamic=False' if axes else ''}"
+                    remedy = f"export in float32 (model.float()), try another opset, or {other}"
+                    raise ExportError(f"{wrong}; nothing was written: {remedy}")
                 for file in fresh.iterdir():  # the model, and its .data beyond 2 GiB
                     file.replace(path.parent / file.name)
     return error

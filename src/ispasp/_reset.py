@@ -109,8 +109,7 @@ def _check_set(parameters: dict[str, nn.Parameter], left: set[str]) -> None:
     drawn = {name: p for name, p in parameters.items() if name not in left}
     unset = [name for name, p in drawn.items() if not p.is_floating_point() or bool(torch.isnan(p).any())]
     if unset:
-        raise InputError(
-            f"nothing gives {', '.join(unset[:5])}{', ...' if len(unset) > 5 else ''} a new initial value (no "
-            "reset_parameters of a module, no init_weights of the model): pass init=, a function of a module that sets "
-            f"them, or leave={unset[:1]!r} to keep their values. The model is as it was"
-        )
+        wrong = f"nothing gives {', '.join(unset[:5])}{', ...' if len(unset) > 5 else ''} a new initial value"
+        why = "no reset_parameters of a module, no init_weights of the model"
+        remedy = f"pass init=, a function of a module that sets them, or leave={unset[:1]!r} to keep their values"
+        raise InputError(f"{wrong} ({why}): {remedy}. The model is as it was")

@@ -27,8 +27,6 @@ from ispasp.types.plan import Plan
 _WIDER = 8  # a file may have this many times the bytes of the dense model: float64 where the model has bytes
 _HEADER = 2**27  # bytes of names and metadata
 _AS_SAVED = "build the dense model as it was when saved"
-
-
 _BESIDE = (  # files of tokenizers and processors, which from_pretrained expects beside the model
     "added_tokens.json chat_template.jinja merges.txt preprocessor_config.json processor_config.json "
     "sentencepiece.bpe.model special_tokens_map.json spiece.model tokenizer.json tokenizer.model "
@@ -191,20 +189,16 @@ def _whole(model: nn.Module, plan: Plan) -> Plan:
             if found != expected:
                 raise PlanError(f"{a.module!r} has {a.name}={found}, the plans leave {expected}")
     except (PlanError, AttributeError) as error:
-        raise PlanError(
-            f"the {len(plans)} plans of this {type(model).__name__} do not make one ({error}): pass from_dense=False, "
-            "and load it on the model that was pruned last"
-        ) from error
+        wrong = f"the {len(plans)} plans of this {type(model).__name__} do not make one ({error})"
+        raise PlanError(f"{wrong}: pass from_dense=False, and load it on the model that was pruned last") from error
     return whole
 
 
 def _check_pruned(model: nn.Module, plan: Plan) -> None:
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise SaveError(
-                f"{path or 'the model'} ({type(module).__name__}) has an extra state, which needs pickle: remove "
-                "get_extra_state, or save it yourself"
-            )
+            wrong = f"{path or 'the model'} ({type(module).__name__}) has an extra state, which needs pickle"
+            raise SaveError(f"{wrong}: remove get_extra_state, or save it yourself")
     tensors = {name: slot.tensor for name, slot in _slots(model).items()}
     for name, tensor in tensors.items():
         if is_lazy(tensor) or tensor.is_meta:
@@ -215,10 +209,8 @@ def _check_pruned(model: nn.Module, plan: Plan) -> None:
         found = tuple(tensors[name].shape) if name in tensors else None
         whole = name not in tensors and expected == layout.shape  # it may be computed: a layer that was not folded
         if found != expected and not whole:
-            raise PlanError(
-                f"the plan leaves {name!r} with shape {expected}, {type(model).__name__} has {found or 'none'}: "
-                "save the model that this plan was applied to"
-            )
+            wrong = f"the plan leaves {name!r} with shape {expected}, {type(model).__name__} has {found or 'none'}"
+            raise PlanError(f"{wrong}: save the model that this plan was applied to")
 
 
 def _check_ours(folder: Path, overwrite: bool) -> None:

@@ -64,9 +64,8 @@ def read_bytes(path: Path, limit: int = LIMIT) -> bytes:
 
 def read_json(path: Path, limit: int = LIMIT) -> Any:
     """The value of a JSON file of at most `limit` bytes."""
-    data = read_bytes(path, limit)
     with failing_as(SaveError, f"{path} cannot be read", "restore the file"):
-        return parsed(data)
+        return parsed(read_bytes(path, limit))
 
 
 def _check_regular(path: Path) -> None:
@@ -85,16 +84,13 @@ class TensorFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors, without reading them."""
         with _readable(self._path):
-            names = self._file.keys()
-            return {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+            return {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
 
     def tensors(self, limit: int) -> dict[str, Tensor]:
         """All tensors, from a file of at most `limit` bytes."""
         if self._size > limit:
-            raise SaveError(
-                f"{self._path} has {self._size:,} bytes, more than the {limit:,} that the model explains: pass the "
-                "model it was written for, or restore the file"
-            )
+            wrong = f"{self._path} has {self._size:,} bytes, more than the {limit:,} that the model explains"
+            raise SaveError(f"{wrong}: pass the model it was written for, or restore the file")
         with _readable(self._path):
             return {name: self._file.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118  # not a dict
 

@@ -149,8 +149,7 @@ class Result(Printed):
         found = {layer.name: _row(layer) for layer in self.layers}
         for d in self.whole:
             found[d.name] = _row(Layer(d.name, d.kind, d.units, d.units, 0, None, None, notes=(d.reason,)))
-        order = [*self.plan.structure.units, *found]
-        return [found[name] for name in dict.fromkeys(order) if name in found]
+        return [found[name] for name in dict.fromkeys([*self.plan.structure.units, *found]) if name in found]
 
     def to_json(self) -> str:
         """Everything but the model's weights, as JSON text."""
@@ -244,20 +243,13 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 def result_of(work: Work, chosen: Widths, done: Decisions, plan: Plan, evidence: Evidence, folds: Folding) -> Result:
     """Assemble the result from the steps of `prune`, without what is measured on the pruned model."""
     unread = {name: why for name, why in work.unread.items() if name in chosen.counts}
-    return Result(
-        work.model,
-        plan,
-        _layers(work, done, evidence),
-        _cost(work, done, plan, folds),
-        (*work.survey.frozen, *(FrozenAxis(name, why) for name, why in unread.items())),
-        evidence,
-        {**work.options.described(), **work.inputs.described(work.team)},
-        _advice(work, done, evidence, plan),
-        {name: (curve.kept, curve.error) for name, curve in chosen.found.curves.items()},
-        whole=_left_whole(work, {*work.counts, *unread}),
-        example=work.example,
-        tradeoffs=_tradeoffs(work, chosen, done),
-    )
+    layers, cost = _layers(work, done, evidence), _cost(work, done, plan, folds)
+    frozen = (*work.survey.frozen, *(FrozenAxis(name, why) for name, why in unread.items()))
+    settings = {**work.options.described(), **work.inputs.described(work.team)}
+    curves = {name: (curve.kept, curve.error) for name, curve in chosen.found.curves.items()}
+    advice, whole = _advice(work, done, evidence, plan), _left_whole(work, {*work.counts, *unread})
+    found = Result(work.model, plan, layers, cost, frozen, evidence, settings, advice, curves, whole=whole)
+    return replace(found, example=work.example, tradeoffs=_tradeoffs(work, chosen, done))
 
 
 def _tradeoffs(work: Work, chosen: Widths, done: Decisions) -> dict[str, Any]:
@@ -303,11 +295,8 @@ def _left_whole(work: Work, others: set[str]) -> tuple[Whole, ...]:
     options = work.options
     why = "the budget leaves it whole" if isinstance(options.keep, Budget) else "keep leaves it whole"
     reasons = {**dict.fromkeys((d.name for d in prunable(work.survey.dimensions, options.skip)), why), **work.unread}
-    return tuple(
-        Whole(d.name, d.kind, d.units, reasons.get(d.name, "skip names it"))
-        for d in work.survey.dimensions
-        if d.name not in others
-    )
+    left = [d for d in work.survey.dimensions if d.name not in others]
+    return tuple(Whole(d.name, d.kind, d.units, reasons.get(d.name, "skip names it")) for d in left)
 
 
 def _cost(work: Work, done: Decisions, plan: Plan, layers: Folding) -> Cost:
@@ -333,16 +322,14 @@ def _advice(work: Work, done: Decisions, evidence: Evidence, plan: Plan) -> tupl
 
 def _amplified(evidence: Evidence) -> str:
     if evidence.precise is None and evidence.limit > FLOAT32:
-        return (
-            "the pruned model is compared in half precision only, since it does not run in float64: a single wrong "
-            "unit of a wide layer could hide in rounding; prune it in float32, and convert it afterwards"
-        )
+        only = "the pruned model is compared in half precision only, since it does not run in float64"
+        hidden = "a single wrong unit of a wide layer could hide in rounding"
+        return f"{only}: {hidden}; prune it in float32, and convert it afterwards"
     if evidence.precise is None or evidence.error <= evidence.limit:
         return ""
-    return (
-        f"rounding is amplified: in the model's own precision outputs differ by {evidence.error:.0e} from the masked "
-        f"network's, in float64 by {evidence.precise:.0e}; more examples or a larger ridge= make the refit steadier"
-    )
+    own = f"in the model's own precision outputs differ by {evidence.error:.0e} from the masked network's"
+    remedy = "more examples or a larger ridge= make the refit steadier"
+    return f"rounding is amplified: {own}, in float64 by {evidence.precise:.0e}; {remedy}"
 
 
 def _few_examples(done: Decisions) -> str:
@@ -351,10 +338,8 @@ def _few_examples(done: Decisions) -> str:
         return ""
     worst = max(short, key=lambda refit: refit.wanted)
     given = "1 example makes" if worst.examples == 1 else f"{worst.examples:,} examples make"
-    return (
-        f"too few examples: {given} {worst.rows:,} rows, but {len(short)} of {len(done.refits)} layers have more "
-        f"columns to refit; pass about {worst.wanted:,} examples"
-    )
+    wrong = f"{given} {worst.rows:,} rows, but {len(short)} of {len(done.refits)} layers have more columns to refit"
+    return f"too few examples: {wrong}; pass about {worst.wanted:,} examples"
 
 
 def _unsteady(work: Work, done: Decisions) -> str:
@@ -365,7 +350,6 @@ def _unsteady(work: Work, done: Decisions) -> str:
     number, worst = max(fitted.items(), key=lambda item: item[1].steady)
     inside, outside = (math.sqrt(error) for error in worst.errors or (0.0, 0.0))
     path = next((site.path for site in work.sites if site.number == number), "one")
-    return (
-        f"{len(fitted)} of {len(done.refits)} layers fit the calibration examples much better than new ones, {path} "
-        f"most of all (error {inside:.1%}, held out {outside:.1%}): pass about {worst.steady:,} examples"
-    )
+    which = f"{len(fitted)} of {len(done.refits)} layers fit the calibration examples much better than new ones"
+    most = f"{path} most of all (error {inside:.1%}, held out {outside:.1%})"
+    return f"{which}, {most}: pass about {worst.steady:,} examples"

@@ -57,9 +57,10 @@ def allocate(
     problem = Problem(options, count, int(limit))
     smallest = (0,) * len(options)
     if problem.slack(smallest) < 0:
+        counted = f"the network still counts {problem.count(smallest):,}"
+        why = f"with every hidden dimension as narrow as allowed {counted}"
         raise InputError(
-            f"a limit of {limit:,} cannot be met: with every hidden dimension as narrow as allowed the network still "
-            f"counts {problem.count(smallest):,}; raise the limit to that, or prune more dimensions"
+            f"a limit of {limit:,} cannot be met: {why}; raise the limit to that, or prune more dimensions"
         )
     place = descend(problem)
     if place != problem.dense:
@@ -231,8 +232,7 @@ def fill(problem: Problem, place: Place) -> Place:
         d = max(candidates, key=rates.__getitem__)
         corners = problem.options[d].corners
         corner = _at(place, {d: corners[bisect_right(corners, place[d])]})
-        fits = problem.slack(corner) >= 0
-        place = corner if fits else _at(place, {d: _widest(problem, corner, d, place[d] + 1)})
+        place = corner if problem.slack(corner) >= 0 else _at(place, {d: _widest(problem, corner, d, place[d] + 1)})
 
 
 def exchange(problem: Problem, place: Place) -> Place | None:
@@ -265,8 +265,7 @@ def _exchanges(problem: Problem, place: Place) -> tuple[NDArray[np.int64], NDArr
     for d, (option, k) in enumerate(zip(problem.options, place, strict=True)):
         if k == 0 or slopes[d] <= 0.0:
             continue
-        width = option.widths[k] - needed / slopes[d]
-        down_to = np.searchsorted(option.widths, width + 1e-9, side="right") - 1
+        down_to = np.searchsorted(option.widths, option.widths[k] - needed / slopes[d] + 1e-9, side="right") - 1
         ok = (down_to >= 0) & (up != d)
         moves.append(np.stack([up, up_to, np.full_like(up, d), down_to], axis=1)[ok])
         gains.append((won - (option.errors[down_to] - option.errors[k]))[ok])

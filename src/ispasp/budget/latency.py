@@ -175,11 +175,11 @@ class Latency(Budget):
         """Raise if the limit is out of reach: `least` are the nanoseconds of the narrowest network."""
         if least > self.limit(cost):
             dense, fixed = 1e3 * self._measured.dense, 1e3 * self._measured.fixed
-            raise InputError(
-                f"{self} is out of reach: with every hidden dimension as narrow as allowed a call is predicted to take "
-                f"{least / 1e6:.3g} of {dense:.3g} ms, {fixed:.3g} ms of them outside of what can be pruned; pass a "
-                "larger limit, least=0, scope='all', or a larger batch="
-            )
+            narrow = f"a call is predicted to take {least / 1e6:.3g} of {dense:.3g} ms"
+            why = f"with every hidden dimension as narrow as allowed {narrow}"
+            remedy = "pass a larger limit, least=0, scope='all', or a larger batch="
+            outside = f"{fixed:.3g} ms of them outside of what can be pruned"
+            raise InputError(f"{self} is out of reach: {why}, {outside}; {remedy}")
 
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
         return round(1e9 * self._measured.seconds(widths))

@@ -57,15 +57,13 @@ class Budget:
         kind, amount = type(self).__name__, self.amount
         percent = is_integer(amount) and 1 < amount < 100
         hint = f"; for {amount} % of the dense one pass {kind}({amount / 100:g})" if percent else ""
-        raise InputError(
-            f"{kind}({amount}) is out of reach: with every hidden dimension as narrow as allowed the network has "
-            f"{least:,} of {self._dense(cost):,}; pass a larger {'count' if is_integer(amount) else 'fraction'}{hint}"
-        )
+        why = f"with every hidden dimension as narrow as allowed the network has {least:,} of {self._dense(cost):,}"
+        remedy = f"pass a larger {'count' if is_integer(amount) else 'fraction'}{hint}"
+        raise InputError(f"{kind}({amount}) is out of reach: {why}; {remedy}")
 
     def count(self, costs: CostModel, widths: Mapping[str, int]) -> int:
         """Count of the network with these widths; dimensions that are not named are dense."""
-        counted: int = getattr(costs, self.what)({name: range(width) for name, width in widths.items()})
-        return counted
+        return int(getattr(costs, self.what)({name: range(width) for name, width in widths.items()}))
 
     def choices(self, name: str, units: int, step: int | None) -> Sequence[int] | None:
         """The widths that a hidden dimension may have, ascending to all units; None for any."""

@@ -74,10 +74,8 @@ def width_search(given: object) -> WidthSearch | None:
     if isinstance(given, str):
         if given not in SEARCHES:
             known = ", ".join(SEARCHES) or "none is registered"
-            raise InputError(
-                f"search={given!r}: choose from {known}, pass a number of candidates, or a function of a WidthProblem; "
-                "those of a checkout come with `import ispasp_lab.search`"
-            )
+            own = "a function of a WidthProblem; those of a checkout come with `import ispasp_lab.search`"
+            raise InputError(f"search={given!r}: choose from {known}, pass a number of candidates, or {own}")
         return SEARCHES[given]()
     return given if callable(given) else None
 

@@ -40,10 +40,8 @@ def add_lab(app: typer.Typer) -> None:
 
 
 def _refuse(context: typer.Context) -> None:
-    raise MissingExtraError(
-        f"ispasp {context.info_name} belongs to the lab, which is not in the wheel: run `pip install -e .` in a "
-        "checkout of the repository"
-    )
+    told = f"ispasp {context.info_name} belongs to the lab, which is not in the wheel"
+    raise MissingExtraError(f"{told}: run `pip install -e .` in a checkout of the repository")
 
 
 for command in (survey, prune, evaluate, compare, finetune, export):

@@ -27,11 +27,7 @@ from ispasp.train.objective import logits_of
 
 @o.grouped
 def survey(
-    model: ModelOptions,
-    sample: o.Sample,
-    scope: o.Scope = "blocks",
-    kinds: o.Kinds = o.ALL_KINDS,
-    as_json: o.Json = False,
+    model: ModelOptions, sample: o.Sample, scope: o.Scope = "blocks", kinds: o.Kinds = o.ALL, as_json: o.Json = False
 ) -> None:
     """Print every hidden dimension of a model, and what is frozen and why. Changes nothing, needs no data."""
     loaded = model.load()
@@ -78,9 +74,7 @@ def export(
     dtype: Annotated[Literal["f16", "f32"], o.option(None, "Numbers of a GGUF file.")] = "f16",
     static: Annotated[bool, o.option(None, "ONNX for the shapes of the sample only.", "--static")] = False,
     opset: Annotated[int | None, o.option(None, "ONNX opset. Default: the exporter's.", min=1)] = None,
-    tolerance: Annotated[
-        float | None, o.option(None, "Largest relative error. Default: 1e-4, for f16 2e-2.", show_default=False)
-    ] = None,
+    tolerance: Annotated[float | None, o.option(None, "Largest relative error. Default: 1e-4, for f16 2e-2.")] = None,
     force: Annotated[bool, o.option(None, "Overwrite an existing file.", "--force")] = False,
 ) -> None:
     """Write a model, dense or pruned, as ONNX or GGUF, and check that the file computes the same."""

@@ -156,10 +156,8 @@ def load_data(spec: str, loaded: Loaded, wanted: Wanted) -> Examples:
     """Return the examples that `spec` names, as the model takes them."""
     kind, path = _kind(spec)
     if not kind:
-        raise InputError(
-            f"no data at {spec or repr(spec)}: pass an image folder, an .npz or text file, a table (.csv, .tsv), "
-            "hf-dataset:NAME, or random to try it out"
-        )
+        known = "an image folder, an .npz or text file, a table (.csv, .tsv), hf-dataset:NAME, or random to try it out"
+        raise InputError(f"no data at {spec or repr(spec)}: pass {known}")
     found = _READERS[kind](path, loaded, wanted)
     if found.preprocessing is None and (wanted.mean or wanted.std or wanted.resize):
         raise InputError(f"--mean, --std and --resize are for images, {found.text} are none: leave them out")
@@ -347,7 +345,6 @@ _READERS: dict[str, Callable[[Any, Loaded, Wanted], Examples]] = {
     "hf-dataset": from_dataset,
     "folder": from_images,
     ".npz": from_npz,
-    ".csv": from_table,
-    ".tsv": from_table,
+    **dict.fromkeys((".csv", ".tsv"), from_table),
     "text": from_text,
 }

@@ -31,9 +31,7 @@ from ispasp.train.objective import labels_of, logits_of
 def evaluate(
     model: ModelOptions,
     data: o.Labelled,
-    number: Annotated[
-        int | None, o.option(o.DATA, "Examples, spread over the data. Default: all.", "--examples", min=1)
-    ] = None,
+    number: Annotated[int | None, o.option(o.DATA, "Examples, spread out. Default: all.", "--examples", min=1)] = None,
     batch_size: o.BatchSize = 32,
     device: o.Device = "",
     as_json: o.Json = False,
@@ -80,10 +78,10 @@ def scorer(loaded: Loaded, found: Examples, batch_size: int, *, examples: int | 
         logits = logits_of(output)
     if logits.ndim != 2 or logits.shape[1] < 2:
         gives = tuple(logits.shape) if logits.numel() else f"a {type(output).__name__}"
-        raise InputError(
-            f"{loaded.spec} gives {gives}, no classes and no next tokens: pass a classifier or a causal language "
-            "model, or score it from Python, ispasp.prune(..., evaluate=...)"
+        remedy = (
+            "pass a classifier or a causal language model, or score it from Python, ispasp.prune(..., evaluate=...)"
         )
+        raise InputError(f"{loaded.spec} gives {gives}, no classes and no next tokens: {remedy}")
     found = matched(found, logits.shape[1], loaded.names)
     return Scorer("accuracy", accuracy, found.loader(batch_size, numbers=numbers, labelled=True), text)
 

@@ -202,10 +202,9 @@ class Examples:
 
     def needed_labels(self) -> Tensor:
         if self.labels is None:
-            raise InputError(
-                f"{self.text} have no labels: pass an image folder with one sub-folder per class, an .npz or a "
-                "table (.csv, .tsv) with --labels NAME, or hf-dataset:NAME"
-            )
+            other = "an .npz or a table (.csv, .tsv) with --labels NAME, or hf-dataset:NAME"
+            remedy = f"pass an image folder with one sub-folder per class, {other}"
+            raise InputError(f"{self.text} have no labels: {remedy}")
         return self.labels
 
     def _labelled(self, numbers: Sequence[int]) -> Any:
@@ -251,10 +250,9 @@ def matched(examples: Examples, outputs: int, names: Sequence[str] = ()) -> Exam
     if examples.classes:
         index = _index(examples.classes, outputs, names)
         if index is None:
-            raise InputError(
-                f"{examples.text} have {len(examples.classes)} classes, such as {examples.classes[0]!r}, the model has "
-                f"{outputs:,} outputs: name the classes by output, from 0 to {outputs - 1}, or as the model does"
-            )
+            known = f"{examples.text} have {len(examples.classes)} classes, such as {examples.classes[0]!r}"
+            remedy = f"name the classes by output, from 0 to {outputs - 1}, or as the model does"
+            raise InputError(f"{known}, the model has {outputs:,} outputs: {remedy}")
         labels = torch.tensor(index)[labels]
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= outputs:

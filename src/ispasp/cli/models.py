@@ -296,10 +296,9 @@ def _read_weights(path: Path, limit: int) -> Any:
                 warnings.simplefilter("ignore")  # about pickles, which are errors anyway
                 return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise InputError(
-                f"{path} holds more than tensors, which could run code when it is read: save it again with "
-                "torch.save(model.state_dict(), path) or as safetensors"
-            ) from error
+            wrong = f"{path} holds more than tensors, which could run code when it is read"
+            remedy = "save it again with torch.save(model.state_dict(), path) or as safetensors"
+            raise InputError(f"{wrong}: {remedy}") from error
 
 
 def _check_archive(path: Path, limit: int) -> None:

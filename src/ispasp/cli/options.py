@@ -22,7 +22,7 @@ from ispasp._survey import KINDS
 from ispasp.errors import InputError, failing_as, visible
 
 LOG = logging.getLogger("ispasp.cli")  # a DEBUG record names the stage that a command has come to
-ALL_KINDS = ",".join(KINDS)
+ALL = ",".join(KINDS)  # kinds of units
 Parser = Callable[[str], Any]
 DATA, WHAT, IMAGES = "Data", "What to prune", "Images"
 
@@ -106,9 +106,7 @@ InputSize = Annotated[Any, option(DATA, "Size of one random input, such as 3x224
 Dense = Annotated[str, option(None, "Dense model of a pruned folder, if the folder does not name it.", "--model")]
 Device = Annotated[str, option(None, "cpu, cuda, ... Default: cuda if available.")]
 Scope = Annotated[Literal["blocks", "all"], option(WHAT, "blocks, as in the paper, or all: residual streams too.")]
-Kinds = Annotated[
-    Any, option(WHAT, "Kinds of units: neuron, filter, head; comma-separated.", parser=kinds_of, completes=KINDS)
-]
+Kinds = Annotated[Any, option(WHAT, "neuron, filter or head; commas between them.", parser=kinds_of, completes=KINDS)]
 Json = Annotated[bool, option(None, "Print JSON.", "--json")]
 Force = Annotated[bool, option(None, "Write into a folder that is not empty.", "--force")]
 

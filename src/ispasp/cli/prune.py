@@ -112,9 +112,7 @@ class AmountOptions:
     latency: Any = o.opt(None, _AMOUNT, "Time of a call: a fraction of the dense, or 12ms.", parser=time_of)
     runtime: Literal["eager", "compile", "onnx"] = o.opt("eager", _AMOUNT, "What --latency is measured in.")
     latency_batch: int = o.opt(1, _AMOUNT, "Examples in a call that --latency measures.", min=1)
-    recipe: Any = o.opt(
-        None, _AMOUNT, f"A network of the paper: {', '.join(recipes)}.", parser=recipe_of, completes=recipes
-    )
+    recipe: Any = o.opt(None, _AMOUNT, f"The paper's: {', '.join(recipes)}.", parser=recipe_of, completes=recipes)
     plan: Any = o.opt(None, _AMOUNT, "Units of a plan.json, as report.html writes for a budget.", parser=plan_of)
     uniform: bool = o.opt(False, _AMOUNT, "Give all layers the same fraction of a budget.", "--uniform")
     round_to: int | None = o.opt(None, _AMOUNT, "Round widths to multiples of this, such as 8.", min=1)
@@ -138,28 +136,19 @@ class HowOptions:
     """How units are chosen and consumers refitted."""
 
     method: Any = o.opt("auto", _HOW, _METHODS, parser=method_of, completes=["auto", *methods()])
-    compensate: Literal["dense", "local", "none"] = o.opt(
-        "dense", _HOW, "Refit consumers to the dense network, or layer by layer."
-    )
+    compensate: Literal["dense", "local", "none"] = o.opt("dense", _HOW, "Refit to the dense network, or locally.")
     order: Order = o.opt("sequential", _HOW, "Layer by layer, all in the dense network, or all units ranked together.")
-    refit: Refitted = o.opt(
-        "auto", _HOW, "Consumers of pruned units, or all layers after them. auto: all with --compensate dense."
-    )
+    refit: Refitted = o.opt("auto", _HOW, "Consumers, or all layers after them. auto: all with --compensate dense.")
     bias: Bias = o.opt("auto", _HOW, "Whether refits add biases. auto: to readers of pruned units, unless --uniform.")
-    ridge: float | None = o.opt(
-        None, _HOW, "Ridge of compensation, relative to its inputs' variance. Default: chosen on held-out data."
-    )
-    memory: Any = o.opt(
-        None, _HOW, "Bytes of waiting activations, such as 2G; beyond it, batches run again per layer.", parser=bytes_of
-    )
+    ridge: float | None = o.opt(None, _HOW, "Ridge, relative to inputs' variance. Default: chosen on held-out data.")
+    memory: Any = o.opt(None, _HOW, "For waiting batches, such as 2G; beyond, they run per layer.", parser=bytes_of)
     recalibrate: bool = o.opt(False, _HOW, "Re-estimate BatchNorm statistics.", "--recalibrate")
     search: int = o.opt(0, _HOW, "Extra candidate networks that --macs and --params try.", min=0)
     least: int = o.opt(1, _HOW, "Fewest units that --macs and --params leave; 0 may remove residual branches.", min=0)
     curves: bool = o.opt(True, _HOW, "Predict the error at other widths, for the report.", "--curves/--no-curves")
 
     def chosen(self) -> str | Selector:
-        found: str | Selector = best_method(self.order) if self.method == "auto" else self.method
-        return found
+        return best_method(self.order) if self.method == "auto" else self.method
 
     def no_curves(self) -> str:
         """Say why the report has no curves; empty if it has."""
@@ -199,7 +188,7 @@ class WhatOptions:
     """Which hidden dimensions."""
 
     scope: o.Scope = "blocks"
-    kinds: o.Kinds = o.ALL_KINDS
+    kinds: o.Kinds = o.ALL
     skip: list[str] | None = o.opt(None, o.WHAT, "Glob of hidden dimensions to leave alone; repeatable.")
 
 
@@ -210,9 +199,7 @@ class DataOptions(o.Labelled):
     examples: int = o.opt(256, o.DATA, "Calibration examples, spread over the data.", min=1)
     batch_size: o.BatchSize = 32
     input_size: o.InputSize = None
-    val: str = o.opt(
-        "", o.DATA, "Data to score on before and after: accuracy of classifiers, perplexity of causal language models."
-    )
+    val: str = o.opt("", o.DATA, "Data to score on, before and after: accuracy, or of language models perplexity.")
     val_examples: int | None = o.opt(None, o.DATA, "Examples of --val to use. Default: all.", min=1)
 
 

@@ -114,12 +114,8 @@ def _offloading(hooks: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _names(model: nn.Module, path: str, hook: Any) -> list[tuple[str, str]]:
     """Names of the tensors that a hook offloads: in its module, and in the model."""
-    tensors = _accelerate().named_module_tensors(
-        model.get_submodule(path),
-        include_buffers=hook.offload_buffers,
-        recurse=hook.place_submodules,
-        remove_non_persistent=True,
-    )
+    which = {"include_buffers": hook.offload_buffers, "recurse": hook.place_submodules, "remove_non_persistent": True}
+    tensors = _accelerate().named_module_tensors(model.get_submodule(path), **which)
     return [(name, f"{path}.{name}" if path else name) for name, _ in tensors]
 
 

@@ -73,11 +73,9 @@ def comparison(told: Record, advice: Sequence[str]) -> str:
 
 def _bars(title: str, about: str, errors: Mapping[str, float], text: Callable[[float], str]) -> str:
     most = max(errors.values(), default=0.0) or 1.0
-    rows = "".join(
-        f'<tr><td class="name">{_breakable(name)}</td><td class="bar">{_meter(error / most, "error")}</td>'
-        f'<td class="r">{text(error)}</td></tr>'
-        for name, error in errors.items()
-    )
+    row = '<tr><td class="name">{}</td><td class="bar">{}</td><td class="r">{}</td></tr>'
+    cells = [(_breakable(name), _meter(error / most, "error"), text(error)) for name, error in errors.items()]
+    rows = "".join(row.format(*each) for each in cells)
     return f'<section><h2>{title}</h2><p>{about}</p><table class="bars"><tbody>{rows}</tbody></table></section>'
 
 
@@ -106,11 +104,9 @@ def _play(tradeoffs: Record) -> str:
     """The slider, what it changes, and the data that the script reads. Hidden until the script runs."""
     names = [name for name in _MEASURES if name in tradeoffs["measures"]]
     start = names[-1] if "latency" in names else names[0]
-    options = "".join(
-        f'<label><input type="radio" name="measure" value="{name}"{" checked" if name == start else ""}>'
-        f"{_MEASURES[name].partition(' ')[0].replace('Milliseconds', 'Latency')}</label>"
-        for name in names
-    )
+    button = '<label><input type="radio" name="measure" value="{}"{}>{}</label>'
+    short = {name: _MEASURES[name].partition(" ")[0].replace("Milliseconds", "Latency") for name in names}
+    options = "".join(button.format(name, " checked" * (name == start), text) for name, text in short.items())
     tiles = "".join(
         f'<div class="tile"><div class="label">{label}</div><div class="value"><span class="{name}"></span></div>'
         f'<div class="under {name}-under"></div></div>'
@@ -173,10 +169,9 @@ def _costs(cost: Record, timed: Record | None) -> list[str]:
 
 
 def _tile(label: str, value: str, under: str, beside: str = "", share: float | None = None) -> str:
-    return (
-        f'<div class="tile"><div class="label">{label}</div><div class="value"><span>{value}</span>{beside}</div>'
-        f'{"" if share is None else _meter(share, label)}<div class="under">{under}</div></div>'
-    )
+    top = f'<div class="label">{label}</div><div class="value"><span>{value}</span>{beside}</div>'
+    bar = "" if share is None else _meter(share, label)
+    return f'<div class="tile">{top}{bar}<div class="under">{under}</div></div>'
 
 
 def _meter(share: float, label: str) -> str:
@@ -205,10 +200,8 @@ def _table(rows: Sequence[Record], compensated: bool) -> str:
     if compensated:
         keys = {"before": "uncompensated_error", "after": "relative_error", "held out": "held_out_error"}
         held = " Held out: the same on examples that the fit has not seen; expect this of new data."
-        legend = (
-            f'<div class="legend"><span>{svg.BEFORE_KEY}before compensation</span>'
-            f"<span>{svg.AFTER_KEY}after it</span></div>"
-        )
+        marks = f"<span>{svg.BEFORE_KEY}before compensation</span><span>{svg.AFTER_KEY}after it</span>"
+        legend = f'<div class="legend">{marks}</div>'
     head = "".join(f'<th class="r">{title}</th>' for title in keys)
     body = "".join(_row(i + 1, row, keys) for i, row in enumerate(rows))
     return _filled("layers.html", held=held, legend=legend, head=head, body=body)
@@ -243,11 +236,10 @@ def _curves(layers: Sequence[Record], curves: Curves, without: str) -> str:
         errors = [math.sqrt(max(error, 0.0)) for error in curves[name][1]]
         facets.append(f"<div><h3>{_breakable(name)}</h3>{svg.curve(curves[name][0], errors, kept.get(name))}</div>")
     shown, folded = "".join(facets[:_FACETS]), facets[_FACETS:]
-    more = f'<div class="facets">{"".join(folded)}</div>'
-    return (
-        f"<section><h2>Error against kept units</h2><p>{about if names else escape(without)}</p>"
-        f'<div class="facets">{shown}</div>{_details("more layers", len(folded), more) if folded else ""}</section>'
-    )
+    hidden = f'<div class="facets">{"".join(folded)}</div>'
+    more = _details("more layers", len(folded), hidden) if folded else ""
+    content = f'<p>{about if names else escape(without)}</p><div class="facets">{shown}</div>{more}'
+    return f"<section><h2>Error against kept units</h2>{content}</section>"
 
 
 def _details(summary: str, count: int, content: str, opened: str = "") -> str:
@@ -266,17 +258,13 @@ def _grouped(rows: Sequence[Record]) -> str:
         text = f'<li><span class="name">{_breakable(row["name"])}</span>{node}</li>'
         groups.setdefault(str(row["reason"]), []).append(text)
     opened = " open" if len(rows) <= 12 else ""
-    return "".join(
-        _details(escape(reason), len(names), f"<ul>{''.join(names)}</ul>", opened)
-        for reason, names in sorted(groups.items(), key=lambda item: -len(item[1]))
-    )
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return "".join(_details(escape(why), len(names), f"<ul>{''.join(names)}</ul>", opened) for why, names in ordered)
 
 
 def _settings(settings: Record, command: str) -> str:
-    rows = "".join(
-        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{_setting(value)}</dd></div>"
-        for key, value in settings.items()
-    )
+    texts = {escape(str(key).replace("_", " ")): _setting(value) for key, value in settings.items()}
+    rows = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in texts.items())
     typed = f"<pre>{escape(command)}</pre>" if command else ""
     return f"<section><h2>How it was made</h2><dl>{rows}</dl>{typed}</section>"
 
@@ -284,10 +272,8 @@ def _settings(settings: Record, command: str) -> str:
 def _certificate(result: Record, layers: Sequence[Record]) -> str:
     """The proof that removing equals masking, and its gaps."""
     proof = result.get("proof") or "Largest relative difference to the dense network with removed units masked"
-    rows = "".join(
-        f'<li><span class="name">{_breakable(row["name"])}</span> {_rounding(row.get("certificate"))}</li>'
-        for row in layers
-    )
+    texts = [(_breakable(row["name"]), _rounding(row.get("certificate"))) for row in layers]
+    rows = "".join(f'<li><span class="name">{name}</span> {error}</li>' for name, error in texts)
     each = _details("layer by layer", len(layers), f"<ul>{rows}</ul>") if rows else ""
     unproved = [{"name": name, "reason": why} for name, why in (result.get("unproved") or {}).items()]
     missing = f"<h2>Not proved</h2>{_grouped(unproved)}" if unproved else ""

@@ -19,10 +19,8 @@ KEPT_KEY, GONE_KEY = (_key(f'<rect class="{kind}" width="12" height="12" rx="3"/
 STAYS_KEY = '<i class="stays"></i>'
 AFTER_KEY = _key('<circle class="kept" cx="6" cy="6" r="5"/>')
 BEFORE_KEY = _key('<circle class="before" cx="6" cy="6" r="4"/>')
-_BARS = "".join(
-    f'<rect class="{kind}" x="{x}" y="10" width="9" height="40" rx="3"/>'
-    for x, kind in ((4, "kept"), (18, "track"), (32, "kept"), (46, "track"))
-)
+_UNITS = ((4, "kept"), (18, "track"), (32, "kept"), (46, "track"))
+_BARS = "".join(f'<rect class="{kind}" x="{x}" y="10" width="9" height="40" rx="3"/>' for x, kind in _UNITS)
 MARK = f'<svg viewBox="0 0 60 60" aria-hidden="true">{_BARS}</svg>'
 
 

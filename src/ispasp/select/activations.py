@@ -26,8 +26,7 @@ class TopK(Scored):
     (1,)
     """
 
-    name = "topk"
-    needs = ("magnitude",)
+    name, needs = "topk", ("magnitude",)
 
     def score(self, statistics: Statistics) -> Tensor:
         return sum_over_layers(by_channel_sums(statistics, Magnitude), statistics.units)
@@ -67,8 +66,7 @@ class Wanda(Scored):
     (2,)
     """
 
-    name = "wanda"
-    needs = ("spread",)
+    name, needs = "wanda", ("spread",)
 
     def score(self, statistics: Statistics) -> Tensor:
         sums = by_channel_sums(statistics, Spread, 3)
@@ -95,8 +93,7 @@ class FLAP(Scored):
     (2,)
     """
 
-    name = "flap"
-    needs = ("spread",)
+    name, needs = "flap", ("spread",)
 
     def score(self, statistics: Statistics) -> Tensor:
         scores = []
@@ -124,8 +121,7 @@ class Taylor(Scored):
     (2,)
     """
 
-    name = "taylor"
-    needs = ("sensitivity",)
+    name, needs = "taylor", ("sensitivity",)
 
     def score(self, statistics: Statistics) -> Tensor:
         rows = enumerate(statistics.readings)

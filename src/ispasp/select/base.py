@@ -156,10 +156,9 @@ def checked_producers(statistics: Statistics, method: str) -> tuple[Producer, ..
         raise InputError(f"a producer makes unit {max(made)} of {n}: its `units` must be from -1 to {n - 1}")
     missing = sorted(set(range(n)) - made)
     if missing:
-        raise InputError(
-            f"{len(missing)} of {n} units are made by no producer (the first is {missing[0]}), so {method} cannot "
-            "score them: pass all producers, or choose a method that looks at activations"
-        )
+        wrong = f"{len(missing)} of {n} units are made by no producer (the first is {missing[0]})"
+        remedy = "pass all producers, or choose a method that looks at activations"
+        raise InputError(f"{wrong}, so {method} cannot score them: {remedy}")
     return statistics.producers
 
 
@@ -190,10 +189,9 @@ class ByScore(Scored):
         with failing_as(InputError, f"{self} returned a {type(found).__name__}", remedy):
             scores = torch.as_tensor(found).detach().double()
         if tuple(scores.shape) != (statistics.units,):
-            raise InputError(
-                f"{self} returned a tensor of shape {tuple(scores.shape)}, the hidden dimension has {statistics.units} "
-                "units: return one score per unit; ispasp.select.sum_by_unit adds up channels"
-            )
+            wrong = f"{self} returned a tensor of shape {tuple(scores.shape)}"
+            remedy = "return one score per unit; ispasp.select.sum_by_unit adds up channels"
+            raise InputError(f"{wrong}, the hidden dimension has {statistics.units} units: {remedy}")
         check_finite(f"the scores of {self}", scores, "return a finite score for every unit")
         return scores
 
@@ -261,9 +259,8 @@ def selector(method: str | Selector | type[Selector] | Score) -> Selector:
         return ByScore(method)
     nearest = get_close_matches(str(method), METHODS, 1)
     hint = f"did you mean {nearest[0]!r}? Or " if nearest else ""
-    raise InputError(
-        f"unknown method {method!r}: {hint}choose from {', '.join(methods())}, a Selector or a scoring function"
-    )
+    known = ", ".join(methods())
+    raise InputError(f"unknown method {method!r}: {hint}choose from {known}, a Selector or a scoring function")
 
 
 def _check_named(given: Selector | type[Selector], kind: str) -> None:
@@ -271,9 +268,7 @@ def _check_named(given: Selector | type[Selector], kind: str) -> None:
     known = [*STATISTICS, "task", "producers"]
     for missing in ("name", "needs"):
         if not hasattr(given, missing):
-            raise InputError(
-                f"{kind} has no `{missing}`: give the class name = {kind.lower()!r} and, say, needs = ('magnitude',); "
-                f"there are {', '.join(known)}"
-            )
+            remedy = f"give the class name = {kind.lower()!r} and, say, needs = ('magnitude',)"
+            raise InputError(f"{kind} has no `{missing}`: {remedy}; there are {', '.join(known)}")
     if isinstance(given, Selector) and (isinstance(given.needs, str) or not set(given.needs) <= set(known)):
         raise InputError(f"{kind}.needs is {given.needs!r}: pass a tuple of some of {', '.join(known)}")

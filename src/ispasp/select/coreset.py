@@ -86,8 +86,7 @@ class Coreset(_Drawn):
     (4.0, 3.0, 0.9...)
     """
 
-    name = "coreset"
-    needs = ("producers",)
+    name, needs = "coreset", ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
         n = statistics.units
@@ -176,8 +175,7 @@ class PFP(_Drawn):
     (2,)
     """
 
-    name = "pfp"
-    needs = ("contribution",)
+    name, needs = "pfp", ("contribution",)
 
     def score(self, statistics: Statistics) -> Tensor:
         """The largest over consumers of the sum over a unit's channels."""

@@ -79,9 +79,8 @@ def energy(consumer: Consumer, gram: Gram, units: int) -> Tensor:
 
 def total_energy(statistics: Statistics) -> Tensor | None:
     """Energy of all consumers together, or None unless every one of them has a Gram matrix. (units, units)"""
-    taken = [(reading.consumer, reading.gram) for reading in statistics.readings]
-    parts = [energy(consumer, gram, statistics.units) for consumer, gram in taken if gram is not None]
-    return torch.stack(parts).sum(0) if len(parts) == len(taken) else None
+    parts = [energy(row.consumer, row.gram, statistics.units) for row in statistics.readings if row.gram is not None]
+    return torch.stack(parts).sum(0) if len(parts) == len(statistics.readings) else None
 
 
 def required(reading: Reading, kind: type[S], number: int, shape: tuple[int, ...]) -> S:

@@ -37,8 +37,7 @@ class GFS(Search):
     GFS(candidates=50, seed=0)
     """
 
-    name = "gfs"
-    needs = ("task",)
+    name, needs = "gfs", ("task",)
 
     candidates: int | None = option(None, whole(1), "an integer >= 1 (the paper takes 50), or None to try all")
     seed: int = seed_option()
@@ -47,10 +46,9 @@ class GFS(Search):
         """One growth by `Statistics.task`, which `ispasp.prune` provides, passes all widths."""
         task = evidence.statistics.task
         if task is None:
-            raise InputError(
-                "gfs follows the loss of the task, which these statistics do not hold: use it in ispasp.prune, call "
-                f"{self}.forward(units, keep, loss), or choose gfs-local, which follows the output of the dense layer"
-            )
+            wrong = "gfs follows the loss of the task, which these statistics do not hold"
+            other = f"call {self}.forward(units, keep, loss), or choose gfs-local"
+            raise InputError(f"{wrong}: use it in ispasp.prune, {other}, which follows the output of the dense layer")
         grown = self.forward(evidence.statistics.units, int(max(widths)), task)
         return [Found([grown.kept(size + 1) for size in range(width)]) for width in widths]
 
@@ -123,9 +121,8 @@ def _checked(values: object, count: int, step: int) -> Tensor:
     finite = torch.isfinite(values)
     usable = finite | torch.isposinf(values)  # a unit that overflows the loss is not chosen
     if not bool(usable.all()) or not bool(finite.any()):
-        raise InputError(
-            f"step {step}: {int((~finite).sum())} of {count} losses are not finite: check the data, or use float32"
-        )
+        wrong = f"step {step}: {int((~finite).sum())} of {count} losses are not finite"
+        raise InputError(f"{wrong}: check the data, or use float32")
     return values.clamp(max=torch.finfo(torch.float64).max)
 
 
@@ -148,8 +145,7 @@ class GFSLocal(Search):
     (0,)
     """
 
-    name = "gfs-local"
-    needs = ("gram",)
+    name, needs = "gfs-local", ("gram",)
 
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """One sequence of additions passes all widths.
@@ -196,8 +192,7 @@ class GFSConvex(Search):
     ((2,), (2.0,))
     """
 
-    name = "gfs-convex"
-    needs = ("gram",)
+    name, needs = "gfs-convex", ("gram",)
 
     steps: int = option(10, whole(1), "an integer >= 1, steps for each unit that stays")
 

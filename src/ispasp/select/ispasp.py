@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ class ISpaSP(Selector):
     (1,)
     """
 
-    name = "ispasp"
-    needs = ("moment",)
+    name, needs = "ispasp", ("moment",)
 
     iterations: int = option(20, whole(1), "an integer >= 1; the paper uses 20")
     rank: Rank = option("value", get_args(Rank).__contains__, "'value' (the paper) or 'magnitude' (signed activations)")
@@ -69,9 +68,8 @@ class ISpaSP(Selector):
 
     def _data(self, statistics: Statistics) -> Statistics | Sequence[Statistics]:
         if self.minibatches and not (isinstance(statistics, Statistics) and statistics.parts):
-            raise InputError(
-                "minibatches=True needs mini-batches: use it in ispasp.prune, or pass Statistics(..., parts=...)"
-            )
+            remedy = "use it in ispasp.prune, or pass Statistics(..., parts=...)"
+            raise InputError(f"minibatches=True needs mini-batches: {remedy}")
         return statistics.parts if self.minibatches else statistics
 
 
@@ -139,8 +137,7 @@ def _parts(statistics: Statistics | Sequence[Statistics]) -> list[Statistics]:
     return list(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class Coupling:
+class Coupling(NamedTuple):
     """A consumer at one input size: P, Q (groups, channels / groups, K), K = outputs / groups x classes of positions.
 
     For a linear consumer P = Q = A^T and the weights are h.

@@ -39,8 +39,7 @@ class Lasso(Search):
     (1, 2)
     """
 
-    name = "lasso"
-    needs = ("gram",)
+    name, needs = "lasso", ("gram",)
 
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """One walk down lambda passes all widths."""

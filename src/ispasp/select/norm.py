@@ -34,8 +34,7 @@ class L1(Scored):
     (0,)
     """
 
-    name = "l1"
-    needs = ("producers",)
+    name, needs = "l1", ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
         made = checked_producers(statistics, self.name)
@@ -56,8 +55,7 @@ class L2(Scored):
     (1,)
     """
 
-    name = "l2"
-    needs = ("producers",)
+    name, needs = "l2", ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
         """Sum of w^2, which orders units as its root does."""
@@ -83,17 +81,15 @@ class Slimming(Scored):
     (0, 1)
     """
 
-    name = "slimming"
-    needs = ("producers",)
+    name, needs = "slimming", ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
         scores = []
         for number, producer in enumerate(checked_producers(statistics, self.name)):
             if producer.scale is None:
-                raise InputError(
-                    f"producer {number} has no BatchNorm after it, and slimming scores its weight: choose another "
-                    "method such as 'l1', skip this hidden dimension, or pass Producer(weight, scale=gamma)"
-                )
+                wrong = f"producer {number} has no BatchNorm after it, and slimming scores its weight"
+                remedy = "skip this hidden dimension, or pass Producer(weight, scale=gamma)"
+                raise InputError(f"{wrong}: choose another method such as 'l1', {remedy}")
             scores.append((producer, producer.scale.abs()))
         return sum_over_layers(scores, statistics.units)
 
@@ -115,8 +111,7 @@ class FPGM(Scored):
     (0, 3)
     """
 
-    name = "fpgm"
-    needs = ("producers",)
+    name, needs = "fpgm", ("producers",)
 
     def score(self, statistics: Statistics) -> Tensor:
         filters = [_filters(producer, statistics.units) for producer in checked_producers(statistics, self.name)]

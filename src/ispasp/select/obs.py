@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ _WORTH = 1 - 1e-6  # an exchange costs at most this part of what it saves, else 
 
 
 # Least squares for whole units: what removing one costs, and adding one gains, when the others are refitted ----------
-@dataclass(frozen=True, eq=False)
-class Regression:
+class Regression(NamedTuple):
     """One group of one consumer: min over W' of tr (W - W')^T G (W - W'), W' zero outside the kept units.
 
     Columns are laid out unit by unit, b for each; a unit with fewer is padded with zero columns, which change nothing.
@@ -65,11 +64,11 @@ def regressions(statistics: Statistics, ridge: float) -> Iterator[Regression]:
 
 def ridge_option() -> Any:
     """The ridge of `regressions`, as an option of a method."""
-    return option(1e-6, _positive, "a number > 0, a part of the mean of the Gram's diagonal")
 
+    def positive(ridge: Any) -> bool:
+        return isinstance(ridge, Real) and not isinstance(ridge, bool) and 0 < float(ridge) < math.inf
 
-def _positive(ridge: float) -> bool:
-    return isinstance(ridge, Real) and not isinstance(ridge, bool) and 0 < ridge < math.inf
+    return option(1e-6, positive, "a number > 0, a part of the mean of the Gram's diagonal")
 
 
 @contextmanager
@@ -78,9 +77,8 @@ def positive_definite(method: str, ridge: float) -> Iterator[None]:
     try:
         yield
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in its __all__
-        raise InputError(
-            f"a Gram matrix is not positive definite: take it in float64, or raise ridge={ridge} of {method}"
-        ) from error
+        remedy = f"take it in float64, or raise ridge={ridge} of {method}"
+        raise InputError(f"a Gram matrix is not positive definite: {remedy}") from error
 
 
 class Fit:
@@ -214,8 +212,7 @@ class FisherOBS(OBS):
     ((0,), (1,))
     """
 
-    name = "obs-fisher"
-    needs = ("gram", "fisher")
+    name, needs = "obs-fisher", ("gram", "fisher")
 
     def search(self, evidence: Evidence, widths: Sequence[int]) -> list[Found]:
         """The search of `OBS` for consumers whose outputs are scaled by the roots of f."""
@@ -284,8 +281,7 @@ def _exchanged(problems: Sequence[Regression], kept: Sequence[int], n: int, swap
             move(u)
             move(j)
         tried.add(j)
-    found: list[int] = torch.nonzero(inside).flatten().tolist()
-    return found
+    return [int(unit) for unit in torch.nonzero(inside)]
 
 
 class _Removals:

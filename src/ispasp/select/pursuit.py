@@ -36,8 +36,7 @@ class CoSaMP(Search):
     (1, 2)
     """
 
-    name = "cosamp"
-    needs = ("gram",)
+    name, needs = "cosamp", ("gram",)
 
     iterations: int = option(20, whole(1), "an integer >= 1")
 
@@ -109,8 +108,7 @@ class SubspacePursuit(Search):
     (0, 2)
     """
 
-    name = "sp"
-    needs = ("gram",)
+    name, needs = "sp", ("gram",)
 
     iterations: int = option(20, whole(1), "an integer >= 1")
     ridge: float = ridge_option()

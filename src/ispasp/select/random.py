@@ -24,8 +24,7 @@ class Random(Search):
     3
     """
 
-    name = "random"
-    needs = ()
+    name, needs = "random", ()
 
     seed: int = seed_option()
 

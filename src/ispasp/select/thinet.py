@@ -34,8 +34,7 @@ class ThiNet(Search):
     (0, 1)
     """
 
-    name = "thinet"
-    needs = ("gram",)
+    name, needs = "thinet", ("gram",)
 
     rescale: bool = flag(True, "True (the paper) or False")
 

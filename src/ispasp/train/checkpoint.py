@@ -48,11 +48,9 @@ class Store:
 
     def write(self, about: Mapping[str, Any], parts: Parts) -> None:
         """Write a checkpoint. If the run dies meanwhile, the previous one stays as it was."""
-        tensors = {
-            f"{part}/{name}" if name else part: tensor.detach().cpu().contiguous().clone()  # safetensors wants no views
-            for part, named in parts.items()
-            for name, tensor in named.items()
-        }
+        flat = {f"{part}/{name}" if name else part: t for part, named in parts.items() for name, t in named.items()}
+        # safetensors wants no views
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in flat.items()}
         text = json.dumps({"settings": self.settings, **about})
         metadata = {"format": f"ispasp-{self.kind}", "version": VERSION, "about": text, "sha256": digest(tensors, text)}
         fresh = self.folder / f".{self.path.name}.new"
@@ -90,10 +88,8 @@ class Store:
         for name in {**about["settings"], **self.settings}:
             there, here = about["settings"].get(name), self.settings.get(name)
             if there != here:
-                raise InputError(
-                    f"{self.path} is of a run with {name}={there!r:.200}, this one has {name}={here!r}: pass another "
-                    "folder, or delete the file to start over"
-                )
+                wrong = f"{self.path} is of a run with {name}={there!r:.200}, this one has {name}={here!r}"
+                raise InputError(f"{wrong}: pass another folder, or delete the file to start over")
         if about["step"] > steps:
             raise SaveError(f"{self.path} is of step {about['step']}, the run has {steps}: delete it to start over")
         return about["step"], built
@@ -125,10 +121,8 @@ def check_fits(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> No
     for name in sorted({*tensors, *saved}):
         here, there = (described(t[name]) if name in t else "not there" for t in (tensors, saved))
         if here != there:
-            raise InputError(
-                f"{name!r} is {here} in the model and {there} in the checkpoint: pass the model as it was when the run "
-                "began (pruned in the same way), or another folder"
-            )
+            remedy = "pass the model as it was when the run began (pruned in the same way), or another folder"
+            raise InputError(f"{name!r} is {here} in the model and {there} in the checkpoint: {remedy}")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -78,10 +78,8 @@ def _accelerator(mixed_precision: str | None) -> Any:
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise InputError(f"accelerate is set up for {kind}, training is data-parallel: run `accelerate config`")
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if processes != accelerator.num_processes:
-        raise InputError(
-            f"torch.distributed has {processes} processes, accelerate sees {accelerator.num_processes}: use torchrun"
-        )
+    if processes != (seen := accelerator.num_processes):
+        raise InputError(f"torch.distributed has {processes} processes, accelerate sees {seen}: use torchrun")
     return accelerator
 
 
@@ -123,10 +121,8 @@ def shared(accelerator: Any, loader: Any) -> Iterator[Any]:
         yield loader
         return
     if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
-        raise InputError(
-            f"{accelerator.num_processes} processes share a {type(loader).__name__}: pass a torch DataLoader without a "
-            "DistributedSampler; each of its batches is split over the processes"
-        )
+        remedy = "pass a torch DataLoader without a DistributedSampler; each of its batches is split over the processes"
+        raise InputError(f"{accelerator.num_processes} processes share a {type(loader).__name__}: {remedy}")
     sampler: Any = loader.sampler
     generator = getattr(sampler, "generator", None)
     try:

@@ -190,10 +190,8 @@ class _Loop:
                 total += loss.detach() * weight
         value = float(accelerator.reduce(total, "sum"))
         if not math.isfinite(value):
-            raise InputError(
-                f"the loss is {value} at step {step}, learning rate {lr:.3g}: pass a lower lr in the recipe, or look "
-                "for NaN and Inf in the batches and in the model"
-            )
+            remedy = "pass a lower lr in the recipe, or look for NaN and Inf in the batches and in the model"
+            raise InputError(f"the loss is {value} at step {step}, learning rate {lr:.3g}: {remedy}")
         self.stepper.step()
         return value
 

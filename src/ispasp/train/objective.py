@@ -109,9 +109,7 @@ class Teacher:
         if not isinstance(self.model, nn.Module):
             raise InputError(f"the teacher is a {type(self.model).__name__}: pass a torch.nn.Module")
         check_number("temperature", self.temperature, lambda t: t > 0, "a number above 0")
-        check_number(
-            "weight", self.weight, lambda w: 0 < w <= 1, "the teacher's part of the loss, above 0 and at most 1"
-        )
+        check_number("weight", self.weight, lambda w: 0 < w <= 1, "the teacher's part of the loss, above 0, at most 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +127,7 @@ class Objective:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        check_number(
-            "label_smoothing", self.label_smoothing, lambda s: 0 <= s < 1, "a number of at least 0 and below 1"
-        )
+        check_number("label_smoothing", self.label_smoothing, lambda s: 0 <= s < 1, "a number from 0 to below 1")
         if self.loss is not None and self.label_smoothing:
             raise InputError("label_smoothing is for the built-in cross entropy: smooth the labels in your loss")
 
@@ -141,10 +137,9 @@ class Objective:
         taught = 0.0 if teacher is None else teacher.weight
         if self.loss is None and taught < 1 and labels_of(batch) is None:
             keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-            raise InputError(
-                f"a batch ({type(batch).__name__}{keys}) has no labels: yield (inputs, labels) or a dict with "
-                f"'labels', or {_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
-            )
+            other = f"{_OWN_LOSS}, or teacher=ispasp.train.Teacher(dense_model, weight=1)"
+            remedy = f"yield (inputs, labels) or a dict with 'labels', or {other}"
+            raise InputError(f"a batch ({type(batch).__name__}{keys}) has no labels: {remedy}")
         inputs = self.input_of(batch)
         output = run(model, inputs)
         task = _scalar(self._task(output, batch)) if taught < 1 else torch.zeros((), device="cpu")
@@ -193,10 +188,9 @@ def _cross_entropy(logits: Tensor, labels: Any, smoothing: float) -> Tensor:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError) as error:
-        raise InputError(
-            f"the model gives {tuple(logits.shape)}, the labels are {described(labels)} ({str(error).rstrip('.')}): "
-            f"yield one whole number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
-        ) from error
+        wrong = f"the model gives {tuple(logits.shape)}, the labels are {described(labels)} ({str(error).rstrip('.')})"
+        remedy = f"yield one whole number from 0 to classes - 1 per example (int64), or {_OWN_LOSS}"
+        raise InputError(f"{wrong}: {remedy}") from error
 
 
 def _scalar(value: Any) -> Tensor:

@@ -81,9 +81,8 @@ class Sgd(Recipe):
             raise InputError("nesterov=True needs momentum: pass momentum=0.9")
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            parameters, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
-        )
+        momentum, decay = self.momentum, self.weight_decay
+        return torch.optim.SGD(parameters, self.lr, momentum, weight_decay=decay, nesterov=self.nesterov)
 
 
 @dataclass(frozen=True)

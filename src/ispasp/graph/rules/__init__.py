@@ -87,6 +87,5 @@ def _overloads(target: Any) -> list[Any]:
         return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
     if isinstance(target, OpOverload) or (isinstance(target, str) and re.fullmatch(r"\w+\.\w+\.\w+", target)):
         return [target]
-    raise InputError(
-        f"{target!r} is not an op: pass one as torch.ops.mylib.swish, the custom_op itself, or 'mylib.swish.default'"
-    )
+    one = "torch.ops.mylib.swish, the custom_op itself, or 'mylib.swish.default'"
+    raise InputError(f"{target!r} is not an op: pass one as {one}")
