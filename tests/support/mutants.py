@@ -10,6 +10,7 @@ SITES = (*ENGINE, "tests/engine/test_padding.py")
 BATCHES = ("tests/api/test_batches.py", "tests/engine/test_padding.py")
 OPS, RULES = ("tests/graph/test_ops.py", "tests/compensate/test_fit.py"), ("tests/graph/test_rules.py",)
 APPLY, TRIAL = ("tests/surgery/test_apply.py",), ("tests/surgery/test_trial.py", "tests/surgery/test_literal_split.py")
+LAYOUT, ROWS = ("tests/engine/test_layout.py",), ("tests/engine/test_positions.py", "tests/compensate/test_few_rows.py")
 ALLOCATE, CURVE, LIMITS = ((f"tests/budget/test_{name}.py",) for name in ("allocate", "curve", "limits"))
 
 Pair = tuple[str, str]
@@ -62,13 +63,31 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("return widened(value) if self._precise else value", "return value"),
     ],
     ("engine/graphs.py", (*ENGINE, "tests/api/test_prune_inputs.py")): [
-        ("values[node] = value.clone() if node in self.writes or strided else value", "values[node] = value"),
+        ("value.clone() if value is given and node in self.writes else value", "value"),
+        ("value = given.contiguous()", "pass"),
         ("values[node] = known[source.name].detach().clone()", "values[node] = known[source.name].detach()"),
         ("if not len(found) == len(old.contractions) == len(new.contractions):", "if not found:"),
         ("if met != sorted(met):", "if False:"),
     ],
     ("graph/trace.py", (*ENGINE, "tests/api/test_prune_inputs.py")): [
         ("shared += node.args[:1] if node.target in _MAY_RETURN_INPUT else []", "pass"),
+    ],
+    ("graph/trace.py", LAYOUT): [
+        ("        if node not in written:\n", "        if True:\n"),
+        ("return known and torch.Tag.nondeterministic_seeded not in op.tags", "return known"),
+    ],
+    ("compensate/refit.py", ROWS): [
+        ("weight=whole + (fit.weight - W0) @ data.basis.mT", "weight=whole"),
+        ("scale = W0.shape[-1] / max(1, whole.shape[-1])", "scale = 1.0"),
+        ("H, T = H[rows], T[rows]\n", "H, T = H[rows], T[: len(rows)]\n"),
+        ("T = T if at is None else T.flatten(2)[..., at]", "T = T if at is None else T.flatten(2)[..., : len(at)]"),
+    ],
+    ("types/statistics.py", ROWS): [
+        ("share = math.prod(output_size(consumer, H)) / len(at)", "share = 1.0"),
+    ],
+    ("engine/sites.py", ROWS): [
+        ("if wanted is None or wanted > _MOST * size:", "if wanted is None:"),
+        ("return self.alone and columns > _WIDE", "return columns > _WIDE"),
     ],
     ("engine/sites.py", SITES): [
         ("return self.contraction.data.put(arguments, x.masked_fill(~kept, 0))", "return arguments"),
