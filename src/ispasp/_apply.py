@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -19,10 +19,10 @@ from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain
-from ispasp.graph.trace import Batch, evaluating
+from ispasp.graph.trace import Batch, cache_on, evaluating
 from ispasp.surgery.fold import folding
 from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remove_, removed, undone, zero_
-from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, tolerance
+from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, shared, tolerance
 from ispasp.types.plan import Plan
 
 
@@ -90,7 +90,8 @@ def _apply_and_verify(
             problem = f"the forward fails: {error.__cause__}"
         if problem:
             undo.close()
-            guilty = _guilty(model, plan, batch, analysis)
+            with cache_on() if expected.cached else nullcontext():
+                guilty = _guilty(model, plan, batch, analysis)
             raise SurgeryError(
                 f"removing units of {guilty!r} does not equal masking them ({problem}): the model is as it was; "
                 "leave this dimension out of the plan"
@@ -107,7 +108,9 @@ def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> s
         expected = masked_output(analysis, model, batch, part.kept)
         with removed(model, part):
             outcome = attempt(model, batch)
-        return isinstance(outcome, Failure) or not relative_error(outcome, expected) <= tolerance(analysis.trace)
+        if isinstance(outcome, Failure):
+            return True
+        return not relative_error(shared(outcome, expected), expected) <= tolerance(analysis.trace)
 
     names = list(plan.kept)
     while len(names) > 1:

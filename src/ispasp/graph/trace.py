@@ -7,6 +7,7 @@ import importlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from string import ascii_letters
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from ispasp.graph.state import Place, left_out, one_at_a_time, quiet, seeded, st
 
 _MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # their schemas do not say so
 _BLOCKS = (torch.ops.higher_order.wrap_with_autocast, torch.ops.higher_order.wrap_with_set_grad_enabled)
+_PAUSED: ContextVar[tuple[Any, ...]] = ContextVar("configs whose cache is switched off", default=())
+_CACHED: ContextVar[bool] = ContextVar("whether models are called with their cache", default=False)
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
 
@@ -36,7 +39,9 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: (args, kwargs). Decoders run on whole sequences, without a cache."""
     if not isinstance(batch, Mapping):
         return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
-    inputs = {name: False if name == "use_cache" else value for name, value in batch.items()}
+    inputs = dict(batch)
+    if "use_cache" in inputs and not _CACHED.get():
+        inputs["use_cache"] = False
     for name in ("past_key_values", "past_key_value", "cache_params"):
         cache = inputs.pop(name, None)
         positions = getattr(cache, "get_seq_length", getattr(cache, "__len__", lambda: 1))
@@ -95,7 +100,21 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn `use_cache` off in the configs of all modules, and in the configs inside those."""
+    """Turn `use_cache` off in all configs; on again at the end, also in copies that surgery made of them."""
+    known, caching = _configs(model), [] if _CACHED.get() else _caching(model)
+    paused = _PAUSED.set((*_PAUSED.get(), *caching))
+    try:
+        with _changed(caching, "use_cache", False):
+            yield
+    finally:
+        _PAUSED.reset(paused)
+        for number, config in _configs(model).items() if caching else ():
+            if number not in known and getattr(config, "use_cache", None) is False:
+                config.use_cache = True
+
+
+def _configs(model: nn.Module) -> dict[int, Any]:
+    """The configs of all modules, and the configs inside those, by identity."""
     found: dict[int, Any] = {}
     waiting = [vars(module).get("config") for module in model.modules()]
     while waiting:
@@ -103,9 +122,28 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, (type, dict)):
             found[id(config)] = config
             waiting += [value for name, value in vars(config).items() if name.endswith("config")]
-    caching = [config for config in found.values() if getattr(config, "use_cache", False) is True]
-    with _changed(caching, "use_cache", False):
-        yield
+    return found
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    return [config for config in _configs(model).values() if getattr(config, "use_cache", False) is True]
+
+
+def has_cache(model: nn.Module, batch: Batch) -> bool:
+    """Whether a plain call with this batch fills a cache, as far as configs and the batch say."""
+    asked = isinstance(batch, Mapping) and bool(batch.get("use_cache"))
+    return asked or bool(_PAUSED.get() or _caching(model))
+
+
+@contextmanager
+def cache_on() -> Iterator[None]:
+    """Call models as the user calls them, for a block: `evaluating` leaves their cache on."""
+    cached = _CACHED.set(True)
+    try:
+        with _changed(_PAUSED.get(), "use_cache", True):
+            yield
+    finally:
+        _CACHED.reset(cached)
 
 
 @contextmanager
