@@ -11,7 +11,7 @@ from torch import nn
 
 from ispasp._proof import MaskedNetwork, compared, expect
 from ispasp._survey import Survey, survey, survey_kinds
-from ispasp.engine.batches import one_batch
+from ispasp.engine.batches import one_batch, tensors_of
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits
 from ispasp.engine.sites import sites
@@ -56,7 +56,7 @@ def apply_(
             with fitting(inner), all_or_nothing() as undo:
                 remove_(inner, plan, undo, optimizer)
         else:
-            batch = one_batch(inner, batch)
+            batch = _proving(inner, batch)
             if checked_by is None:  # it folds what a survey folds
                 checked_by = survey_kinds(inner, batch, (), scope="all", check=False, folds=layers)
             else:
@@ -65,6 +65,14 @@ def apply_(
             _apply_and_verify(inner, plan, batch, optimizer, checked_by.analysis)
         layers.restore(but=plan.structure.folded)
     return model
+
+
+def _proving(model: nn.Module, given: object) -> Batch:
+    """The inputs of one batch; raises where they could not prove anything."""
+    batch = one_batch(model, given)
+    if any(t.is_floating_point() and t.numel() and not bool(t.double().isfinite().any()) for t in tensors_of(batch)):
+        raise InputError("a tensor of the batch has NaN or Inf only, which proves nothing: pass a batch of real data")
+    return batch
 
 
 def _check_plan(plan: object) -> None:
@@ -108,9 +116,8 @@ def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> s
         expected = masked_output(analysis, model, batch, part.kept)
         with removed(model, part):
             outcome = attempt(model, batch)
-        if isinstance(outcome, Failure):
-            return True
-        return not relative_error(shared(outcome, expected), expected) <= tolerance(analysis.trace)
+        error = float("inf") if isinstance(outcome, Failure) else relative_error(shared(outcome, expected), expected)
+        return not error <= tolerance(analysis.trace)
 
     names = list(plan.kept)
     while len(names) > 1:
@@ -139,7 +146,7 @@ def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
     _check_plan(plan)
     with undone() as undo:
         with one_at_a_time(), plain(model) as inner:
-            _mask(inner, plan, one_batch(inner, batch), undo)
+            _mask(inner, plan, _proving(inner, batch), undo)
         yield model
 
 

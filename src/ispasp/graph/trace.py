@@ -39,9 +39,7 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: (args, kwargs). Decoders run on whole sequences, without a cache."""
     if not isinstance(batch, Mapping):
         return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
-    inputs = dict(batch)
-    if "use_cache" in inputs and not _CACHED.get():
-        inputs["use_cache"] = False
+    inputs = {name: value if name != "use_cache" or _CACHED.get() else False for name, value in batch.items()}
     for name in ("past_key_values", "past_key_value", "cache_params"):
         cache = inputs.pop(name, None)
         positions = getattr(cache, "get_seq_length", getattr(cache, "__len__", lambda: 1))
@@ -101,7 +99,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Turn `use_cache` off in all configs; on again at the end, also in copies that surgery made of them."""
-    known, caching = _configs(model), [] if _CACHED.get() else _caching(model)
+    known = _configs(model)
+    caching = [] if _CACHED.get() else [config for config in known.values() if _caches(config)]
     paused = _PAUSED.set((*_PAUSED.get(), *caching))
     try:
         with _changed(caching, "use_cache", False):
@@ -125,14 +124,14 @@ def _configs(model: nn.Module) -> dict[int, Any]:
     return found
 
 
-def _caching(model: nn.Module) -> list[Any]:
-    return [config for config in _configs(model).values() if getattr(config, "use_cache", False) is True]
+def _caches(config: Any) -> bool:
+    return getattr(config, "use_cache", False) is True
 
 
 def has_cache(model: nn.Module, batch: Batch) -> bool:
     """Whether a plain call with this batch fills a cache, as far as configs and the batch say."""
     asked = isinstance(batch, Mapping) and bool(batch.get("use_cache"))
-    return asked or bool(_PAUSED.get() or _caching(model))
+    return asked or bool(_PAUSED.get()) or any(map(_caches, _configs(model).values()))
 
 
 @contextmanager
