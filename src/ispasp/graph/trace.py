@@ -98,22 +98,18 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn `use_cache` off in all configs; on again at the end, also in copies that surgery made of them."""
-    known = _configs(model)
-    caching = [] if _CACHED.get() else [config for config in known.values() if _caches(config)]
+    """Turn `use_cache` off in all configs."""
+    caching = [] if _CACHED.get() else _caching(model)
     paused = _PAUSED.set((*_PAUSED.get(), *caching))
     try:
         with _changed(caching, "use_cache", False):
             yield
     finally:
         _PAUSED.reset(paused)
-        for number, config in _configs(model).items() if caching else ():
-            if number not in known and getattr(config, "use_cache", None) is False:
-                config.use_cache = True
 
 
-def _configs(model: nn.Module) -> dict[int, Any]:
-    """The configs of all modules, and the configs inside those, by identity."""
+def _caching(model: nn.Module) -> list[Any]:
+    """The configs of all modules, and the configs inside those, whose cache is on."""
     found: dict[int, Any] = {}
     waiting = [vars(module).get("config") for module in model.modules()]
     while waiting:
@@ -121,17 +117,13 @@ def _configs(model: nn.Module) -> dict[int, Any]:
         if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, (type, dict)):
             found[id(config)] = config
             waiting += [value for name, value in vars(config).items() if name.endswith("config")]
-    return found
-
-
-def _caches(config: Any) -> bool:
-    return getattr(config, "use_cache", False) is True
+    return [config for config in found.values() if getattr(config, "use_cache", False) is True]
 
 
 def has_cache(model: nn.Module, batch: Batch) -> bool:
     """Whether a plain call with this batch fills a cache, as far as configs and the batch say."""
     asked = isinstance(batch, Mapping) and bool(batch.get("use_cache"))
-    return asked or bool(_PAUSED.get()) or any(map(_caches, _configs(model).values()))
+    return asked or bool(_PAUSED.get() or _caching(model))
 
 
 @contextmanager
