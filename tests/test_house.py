@@ -19,7 +19,7 @@ from torch import nn
 import ispasp
 
 SRC = Path(ispasp.__file__).parent
-MOST_CODE = 16_064  # lines of code in the library: where it can be lower, lower it; only a feature may raise it
+MOST_CODE = 15_985  # lines of code in the library: where it can be lower, lower it; only a feature may raise it
 MOST_FILES = 35
 MOST_LINES = 40
 MOST_ATTRIBUTES = 12

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from ispasp._proof import MaskedNetwork, compared, expect
 from ispasp._survey import Survey, survey, survey_kinds
-from ispasp.engine.batches import one_batch
+from ispasp.engine.batches import one_batch, tensors_of
 from ispasp.engine.graphs import TracedGraphs
 from ispasp.engine.runner import Edits
 from ispasp.engine.sites import sites
@@ -19,10 +19,10 @@ from ispasp.errors import InputError, SurgeryError
 from ispasp.graph.analyse import Analysis
 from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import one_at_a_time, plain
-from ispasp.graph.trace import Batch, evaluating
+from ispasp.graph.trace import Batch, cache_on, evaluating
 from ispasp.surgery.fold import folding
 from ispasp.surgery.remove import Undo, all_or_nothing, check_optimizer, fitting, remove_, removed, undone, zero_
-from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, tolerance
+from ispasp.surgery.verify import Failure, attempt, masked_output, relative_error, shared, tolerance
 from ispasp.types.plan import Plan
 
 
@@ -56,7 +56,7 @@ def apply_(
             with fitting(inner), all_or_nothing() as undo:
                 remove_(inner, plan, undo, optimizer)
         else:
-            batch = one_batch(inner, batch)
+            batch = _proving(inner, batch)
             if checked_by is None:  # it folds what a survey folds
                 checked_by = survey_kinds(inner, batch, (), scope="all", check=False, folds=layers)
             else:
@@ -65,6 +65,14 @@ def apply_(
             _apply_and_verify(inner, plan, batch, optimizer, checked_by.analysis)
         layers.restore(but=plan.structure.folded)
     return model
+
+
+def _proving(model: nn.Module, given: object) -> Batch:
+    """The inputs of one batch; raises where they could not prove anything."""
+    batch = one_batch(model, given)
+    if any(t.is_floating_point() and t.numel() and not bool(t.double().isfinite().any()) for t in tensors_of(batch)):
+        raise InputError("a tensor of the batch has NaN or Inf only, which proves nothing: pass a batch of real data")
+    return batch
 
 
 def _check_plan(plan: object) -> None:
@@ -90,7 +98,8 @@ def _apply_and_verify(
             problem = f"the forward fails: {error.__cause__}"
         if problem:
             undo.close()
-            guilty = _guilty(model, plan, batch, analysis)
+            with cache_on() if expected.cached else nullcontext():
+                guilty = _guilty(model, plan, batch, analysis)
             raise SurgeryError(
                 f"removing units of {guilty!r} does not equal masking them ({problem}): the model is as it was; "
                 "leave this dimension out of the plan"
@@ -107,7 +116,8 @@ def _guilty(model: nn.Module, plan: Plan, batch: Batch, analysis: Analysis) -> s
         expected = masked_output(analysis, model, batch, part.kept)
         with removed(model, part):
             outcome = attempt(model, batch)
-        return isinstance(outcome, Failure) or not relative_error(outcome, expected) <= tolerance(analysis.trace)
+        error = float("inf") if isinstance(outcome, Failure) else relative_error(shared(outcome, expected), expected)
+        return not error <= tolerance(analysis.trace)
 
     names = list(plan.kept)
     while len(names) > 1:
@@ -136,7 +146,7 @@ def mask(model: nn.Module, plan: Plan, batch: Batch) -> Iterator[nn.Module]:
     _check_plan(plan)
     with undone() as undo:
         with one_at_a_time(), plain(model) as inner:
-            _mask(inner, plan, one_batch(inner, batch), undo)
+            _mask(inner, plan, _proving(inner, batch), undo)
         yield model
 
 

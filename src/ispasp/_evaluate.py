@@ -135,7 +135,7 @@ class Judge:
 
 def check_runs(model: nn.Module, batch: Batch) -> None:
     """Raise if the pruned model fails on a whole batch of which calibration used a part."""
-    remedy = "its forward takes another path for larger batches; the model is as it was; pass hold_out=False"
+    remedy = "its size or its values take another path than a part of it; the model is as it was; pass hold_out=False"
     with failing_as(SurgeryError, "the pruned model fails on a whole batch", remedy), evaluating(model):
         run_and_restore(model, batch)
 

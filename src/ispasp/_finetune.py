@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ispasp.engine.batches import batches_in, first_in
 from ispasp.engine.sites import units_along
 from ispasp.engine.team import joined_team
 from ispasp.errors import InputError
+from ispasp.files import folder_path
 from ispasp.graph.analyse import owner
 from ispasp.graph.state import plain
 from ispasp.graph.trace import evaluating
@@ -147,7 +147,7 @@ def finetune(
         facts = {"label_smoothing": label_smoothing, "own_loss": loss is not None, "teacher": taught}
         facts |= {} if soft is None else {"soft": repr(soft)}
     steps = recipe, objective, float(epochs), accumulate, seed, mixed_precision
-    saves = None if checkpoint is None else Path(checkpoint), checkpoint_every
+    saves = None if checkpoint is None else folder_path(checkpoint), checkpoint_every
     after = evaluate if units is None else units.after_epoch(evaluate)
     run = Run(*steps, *saves, progress, after, () if teacher is None else (teacher.model,), facts)
     losses, resumed, scores = train(run, model, loader)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ispasp.engine.batches import ENOUGH, InputOf, count_examples, held_out, inputs_in
 from ispasp.engine.team import SAME_OPTIONS, Team, alike, joined_team, plain as comparable, weights_alike
 from ispasp.errors import InputError
+from ispasp.files import folder_path
 from ispasp.graph.state import plain, random_numbers_kept
 from ispasp.graph.trace import Batch, check_model
 from ispasp.train.checkpoint import Store
@@ -74,6 +75,8 @@ class Heal:
                 check_number(name, value, lambda value: value > 0, "a number above 0, or None")
         check_counts(batch=self.batch, checkpoint_every=self.checkpoint_every)
         check_counts(0, seed=self.seed)
+        if self.checkpoint is not None:
+            folder_path(self.checkpoint)
         augmentation(self.augment)
 
     def limit(self, steps_per_epoch: float) -> float:
@@ -264,4 +267,4 @@ def _check(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch], held:
     if places[0] != places[1]:
         raise InputError(f"model and teacher are on {places[0]} and {places[1]}: move both to one device")
     if not held or not batches:
-        raise InputError(f"no held-out examples are left to judge by: pass {ENOUGH} or more, to prune hold_out=True")
+        raise InputError(f"no held-out examples are left to judge by: pass {ENOUGH} or more examples")

@@ -46,7 +46,7 @@ from ispasp.engine.batches import (
 )
 from ispasp.engine.task import Loss
 from ispasp.engine.team import Team, joined_team
-from ispasp.errors import InputError, OptionError
+from ispasp.errors import InputError, OptionError, failing_as
 from ispasp.graph.state import unwrapped
 from ispasp.graph.trace import Batch, named_tensors, run_and_restore
 from ispasp.select import Selector, selector
@@ -64,6 +64,7 @@ R = TypeVar("R")
 Order = Literal["sequential", "oneshot", "global"]
 
 _REMOVED = ("sparsity", "ratio", "pruning_ratio", "amount")  # other libraries' names for the fraction that is removed
+_SWITCHES = ("uniform", "hold_out", "recalibrate", "curves", "progress")
 _ELSEWHERE = {"importance": "method", "criterion": "method", "ignored_layers": "skip", "exclude": "skip"}
 
 
@@ -128,7 +129,7 @@ class Options:
             ("order", self.order in get_args(Order), "choose 'sequential' (as the paper), 'oneshot' or 'global'"),
             ("refit", refit, "choose 'consumers', or 'all' with compensate='dense'"),
             ("bias", self.bias in get_args(Bias), "choose 'add', 'keep' or 'auto'"),
-            ("uniform", isinstance(self.uniform, bool), "pass True or False"),
+            *((name, isinstance(getattr(self, name), bool), "pass True or False") for name in _SWITCHES),
             ("uniform", not (self.uniform and fast), "Latency chooses widths by what is fast"),
             ("round_to", self.round_to is None or whole(self.round_to), "pass a whole number such as 8, or None"),
             *((name, valid, f"pass a number of {name}, None for all, or 'auto'") for name, valid in some.items()),
@@ -139,9 +140,9 @@ class Options:
             ("least", is_integer(self.least) and self.least >= 0, "pass a number of units, 0 to let whole branches go"),
             ("loss", loss, "pass a function, loss=lambda output, batch: ..."),
             ("evaluate", evaluate, "pass a function of the model, evaluate=lambda model: ..."),
-            ("hold_out", isinstance(self.hold_out, bool), "pass True or False"),
             ("heal", isinstance(self.heal, (bool, Heal, NoneType)), "pass True, or ispasp.Heal(...)"),
             ("finetune_between", trains, "pass a function of the model, lambda model: ispasp.finetune(model, loader)"),
+            ("hold_out", self.hold_out or not self.heal, "held-out examples judge healing, pass True"),
             ("heal", not (self.heal and self.finetune_between), "finetune_between trains already, leave one out"),
         ]
 
@@ -351,6 +352,16 @@ class Inputs:
         if size < wanted:
             raise InputError(f"Latency(batch={wanted}): the first batch has {size} examples; pass larger batches")
         return batch
+
+    def check_kinds(self) -> None:
+        """Raise if the model fails on a batch of some kind, with the number of that batch."""
+        seen = set[Any]()
+        for number, (batch, _) in enumerate(self._within_limit(self._given)):
+            what = f"the model does not run on batch {number}, {described(batch)}"
+            with failing_as(InputError, what, "leave it out, or correct it"):
+                if signature(batch) not in seen:
+                    run_and_restore(self._model, batch)
+            seen.add(signature(batch))
 
     def other_kinds(self, example: Batch) -> list[Batch]:
         """The first batch of every kind (shapes, dtypes, other values) but the example's, held-out ones included."""

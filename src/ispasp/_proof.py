@@ -22,8 +22,8 @@ from ispasp.engine.sites import Site
 from ispasp.errors import SurgeryError, failing_as
 from ispasp.graph.analyse import Analysis, matches, retracked
 from ispasp.graph.ops import output_channels, without_bias
-from ispasp.graph.state import seeded
-from ispasp.graph.trace import Batch, named_tensors, trace
+from ispasp.graph.state import seeded, succeeds
+from ispasp.graph.trace import Batch, cache_on, has_cache, named_tensors, trace
 from ispasp.result import Evidence
 from ispasp.surgery.remove import undone
 from ispasp.surgery.verify import FLOAT32, compare, output_of, set_values, stirred_batch, stirred_tensors, tolerance
@@ -78,6 +78,7 @@ class Expected:
     runs: tuple[Run, ...]
     shapes: tuple[Batch, ...]  # batches of other shapes that the pruned model has to run on
     precise: tuple[Outputs, list[Tensor]] | None = None  # in float64: sites and outputs
+    cached: bool = False  # whether the dense model runs with a cache
 
     @property
     def limit(self) -> float:
@@ -105,7 +106,9 @@ def expect(net: MaskedNetwork) -> Expected:
             runs.append(_masked(net, batch, graph))
         elif signature(first_of(batch, _FEW)) != signature(example):
             shapes.append(batch)
-    found = Expected(net, tuple(runs), tuple(shapes))
+    with cache_on():
+        cached = has_cache(net.model, example) and succeeds(lambda: output_of(net.model, example))
+    found = Expected(net, tuple(runs), tuple(shapes), cached=cached)
     if found.limit > FLOAT32:
         found = replace(found, precise=_precise(net))
     if found.unproved:
@@ -143,6 +146,9 @@ def compared(expected: Expected, model: nn.Module, plan: Plan) -> Evidence:
             output_of(model, first_of(batch, _FEW))
         except Exception:  # it may need more examples
             _runs(model, batch)
+    if expected.cached:
+        with cache_on():
+            _runs(model, net.example, " with use_cache=True")
     certificates: dict[str, float | None] = {}
     for site in net.sites:
         for name in site.names & set(net.kept):
@@ -268,9 +274,9 @@ def _layers(graph: TracedGraph, net: MaskedNetwork) -> dict[int, tuple[nn.Module
     return found
 
 
-def _runs(model: nn.Module, batch: Batch) -> list[Tensor]:
+def _runs(model: nn.Module, batch: Batch, how: str = "") -> list[Tensor]:
     remedy = "pass round_to=8 if its kernels want even widths; else check that it does the same on every call"
-    what = f"the pruned model fails on a batch of shapes {signature(batch)[1:]}"
+    what = f"the pruned model fails on a batch of shapes {signature(batch)[1:]}{how}"
     with failing_as(SurgeryError, what, f"the model is as it was; {remedy}"):
         return output_of(model, batch)
 

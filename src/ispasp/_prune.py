@@ -252,6 +252,7 @@ def _survey(model: nn.Module, batches: Iterable[Any], options: Options, ranks: T
         try:
             work = _surveyed_on(inputs.example, model, inputs, options, ranks, folds)
         except TraceError:
+            inputs.check_kinds()
             if inputs.example is inputs.first:
                 raise
             work = _surveyed_on(inputs.first, model, inputs, options, ranks, folds)

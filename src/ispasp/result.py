@@ -23,6 +23,7 @@ from ispasp.budget import Budget
 from ispasp.budget.tradeoffs import Tradeoffs
 from ispasp.compensate.refit import Refit
 from ispasp.files import write_page
+from ispasp.graph.analyse import NOT_CALLED
 from ispasp.report import Column, Printed, Sheet, change, figures, told
 from ispasp.report.html import html
 from ispasp.surgery.fold import Folding
@@ -310,6 +311,11 @@ def _cost(work: Work, done: Decisions, plan: Plan, layers: Folding) -> Cost:
 
 def _advice(work: Work, done: Decisions, evidence: Evidence, plan: Plan) -> tuple[str, ...]:
     found = [_few_examples(done) or _unsteady(work, done), _amplified(evidence)]
+    if idle := [row.name for row in work.survey.frozen if row.reason == NOT_CALLED]:
+        found.append(
+            f"no batch reaches {', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}: what is not called stays "
+            "as it is, so calls that reach it may fail now; pass a batch that reaches it, or skip= what feeds it"
+        )
     folded = plan.structure.folded
     if folded:
         found.append(

@@ -296,3 +296,52 @@ def test_widths_that_a_kernel_refuses_are_told() -> None:
     ):
         ispasp.prune(alive(Even()), [X], 9, progress=False)
     assert len(ispasp.prune(alive(Even()), [X], 9, round_to=8, progress=False).plan.kept["a"]) == 8
+
+
+def test_a_branch_on_data_that_a_whole_batch_decides_otherwise_is_told() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu(self.a(x))
+            return self.b(h) if x.sum() > 0 else self.c(h)
+
+    rows = torch.ones(64, 6, dtype=torch.float64)
+    rows[56:] = -20  # only the whole batch has a sum below zero: these are held out, and not the first two
+    text = told([rows], alive(Either()))
+    assert "its size or its values take another path than a part of it; the model is as it was" in text
+    assert "a: is read by b for some kinds of batches only" in told([rows], alive(Either()), hold_out=False)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_batch_that_the_model_does_not_run_on_is_named(before: int, rows: int) -> None:
+    batches = [torch.randn(rows, 6, dtype=torch.float64) for _ in range(before)]
+    text = told([*batches, torch.randn(rows, 9, dtype=torch.float64)])
+    assert f"InputError: the model does not run on batch {before}, float64 ({rows}, 9) (RuntimeError: mat1" in text
+
+
+def test_batches_of_different_numbers_of_axes_are_told() -> None:
+    text = told([torch.randn(4, 16, 6, dtype=torch.float64), X], alive(mlp(6, 10, 3)))
+    assert "is read by 2 in batches of different numbers of axes: pass one kind" in text
+    image = torch.randn(4, 3, 9, 9, dtype=torch.float64)
+    model = alive(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
+    assert "is read by 2 in batches of different numbers of axes: pass one kind" in told([image, image[0]], model)
+
+
+@pytest.mark.parametrize("option", ["recalibrate", "curves", "progress", "uniform", "hold_out"])
+def test_switches_are_true_or_false(option: str) -> None:
+    assert f"InputError: {option}='x': pass True or False" in told([X], **{option: "x"})
+
+
+def test_options_that_do_not_fit_healing() -> None:
+    assert "hold_out=False: held-out examples judge healing, pass True" in told([X], heal=True, hold_out=False)
+    with pytest.raises(ispasp.errors.InputError, match="pass its path"):
+        ispasp.Heal(checkpoint=3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_search_without_any_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ispasp.budget.search.SEARCHES", {})
+    assert "search='zz': no search is registered under a name; pass a number of candidates" in told([X], search="zz")

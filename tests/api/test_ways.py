@@ -175,3 +175,30 @@ def test_a_training_trace_changes_nothing() -> None:
     ispasp.survey(model, x)
     assert not model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Modes(nn.Module):
+    """Has a layer that only another argument reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mode: str = "b") -> Tensor:
+        h = F.relu(self.a(self.back(F.relu(self.front(x)))))
+        return self.b(h) if mode == "b" else self.c(h)
+
+
+def test_layers_that_no_batch_calls_are_told() -> None:
+    x = torch.randn(16, 8)
+    result = ispasp.prune(Modes(), [x], progress=False)
+    (text,) = (text for text in result.advice if "no batch reaches c: " in text)
+    assert "calls that reach it may fail" in text
+    assert text.endswith("pass a batch that reaches it, or skip= what feeds it")
+    assert "calls that use it may fail" in frozen(ispasp.survey(Modes(), x))["c"]
+    both = ispasp.prune(Modes(), [(x, "b"), (x, "c")], progress=False)
+    assert not any("no batch reaches" in text for text in both.advice)
+    assert both.model(x, "c").shape == both.model(x).shape == (16, 4)
+    left = ispasp.prune(Modes(), [x], skip=["a"], progress=False)
+    assert left.model(x, "c").shape == (16, 4)

@@ -38,11 +38,17 @@ def in_place(x: Tensor) -> Tensor:
     return x.mean((2, 3))
 
 
+def reshaped_in_place(x: Tensor) -> Tensor:
+    x.reshape(len(x), -1).add_(1.0)  # a view of x, unless its layout needs a copy
+    return x.mean((2, 3))
+
+
 ENDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "mean": (lambda x: x.mean((2, 3)), True),
     "view": (lambda x: x.view(len(x), 8, -1).amax(-1), True),
     "transposed": (lambda x: x.flatten(2).transpose(1, 2).mean(1), True),
     "view that is written into": (in_place, False),
+    "reshaped and written into": (reshaped_in_place, False),
     "strides": (lambda x: x.as_strided((len(x), 8), (8 * 36, 36)), False),
     "noise": (lambda x: (x + 0 * torch.randn_like(x)).mean((2, 3)), False),
 }
@@ -67,6 +73,26 @@ def test_the_network_is_the_same(kind: str, options: dict[str, Any], monkeypatch
     assert found.plan.kept == expected.plan.kept
     for key, value in expected.model.state_dict().items():
         assert_close(found.model.state_dict()[key], value, rtol=1e-6, atol=1e-8)
+
+
+class Doubled(nn.Module):
+    """Writes into its input, where that is contiguous: the trace has a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.reshape(len(x), -1).mul_(2.0)
+        return torch.as_tensor(self.second(self.first(h).relu()))
+
+
+def test_a_batch_of_another_layout_where_views_are_written_into() -> None:
+    net, x = alive(Doubled()), torch.randn(16, 4, 5, dtype=torch.float64)
+    assert not trace(net, x).any_layout
+    found, expected = (ispasp.prune(net, [each], progress=False) for each in (x.mT.contiguous().mT, x))
+    for key, value in expected.model.state_dict().items():
+        assert_close(found.model.state_dict()[key], value)
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])

@@ -232,3 +232,36 @@ def test_only_a_class_that_asks_for_its_mode_may_differ_in_training(
     exec(compile(text, file, "exec"), vars(module))  # noqa: S102
     cls = getattr(module, name)
     assert analyse(cls(nn.Linear(4, 8), nn.Linear(8, 2)), X).by_mode is expected
+
+
+class Slices(nn.Module):
+    """Reads the units of a layer one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.a(x))
+        return self.c(self.b(torch.cat([h[:, i : i + 1] * (i + 1) for i in range(h.shape[1])], 1)))
+
+
+class Unregistered(nn.Module):
+    """Holds layers in a plain list, some of which are registered elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(8, 16), nn.Linear(16, 4)]
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.known, self.plain = [self.up, self.down], [nn.ReLU()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.layers[1](torch.relu(self.layers[0](x)))))
+
+
+def test_layers_that_cannot_shrink_are_named() -> None:
+    rows = [(row.name, row.reason) for row in ispasp.survey(Slices(), torch.randn(6, 8)).frozen]
+    assert ("a", "the forward reads its units one by one") in rows
+    found = ispasp.survey(nn.Sequential(Unregistered(), nn.Linear(4, 2)), torch.randn(6, 8))
+    held = [row.name for row in found.frozen if "layers that are not registered" in row.reason]
+    assert held == ["0.layers"]

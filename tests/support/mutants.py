@@ -64,7 +64,6 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
     ],
     ("engine/graphs.py", (*ENGINE, "tests/api/test_prune_inputs.py")): [
         ("value.clone() if value is given and node in self.writes else value", "value"),
-        ("value = given.contiguous()", "pass"),
         ("values[node] = known[source.name].detach().clone()", "values[node] = known[source.name].detach()"),
         ("if not len(found) == len(old.contractions) == len(new.contractions):", "if not found:"),
         ("if met != sorted(met):", "if False:"),
@@ -75,6 +74,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
     ("graph/trace.py", LAYOUT): [
         ("        if node not in written:\n", "        if True:\n"),
         ("return known and torch.Tag.nondeterministic_seeded not in op.tags", "return known"),
+        ("return not copied and all(", "return all("),
     ],
     ("compensate/refit.py", ROWS): [
         ("weight=whole + (fit.weight - W0) @ data.basis.mT", "weight=whole"),

@@ -314,3 +314,14 @@ def test_survey_leaves_the_model_bit_identical() -> None:
     assert unchanged(model, before)
     assert all(torch.equal(a, b) for a, b in zip(output_of(model, IMAGES), output, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_batch_without_a_finite_value_proves_nothing() -> None:
+    model = mlp()
+    plan, before = ispasp.survey(model, ROWS).plan(0.5), snapshot(model)
+    nothing = torch.full_like(ROWS, float("nan"))
+    with pytest.raises(ispasp.errors.InputError, match="NaN or Inf only, which proves nothing"):
+        ispasp.apply_(model, plan, nothing)
+    with pytest.raises(ispasp.errors.InputError, match="NaN or Inf only"), ispasp.mask(model, plan, nothing):
+        pass
+    assert unchanged(model, before)

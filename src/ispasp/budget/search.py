@@ -73,9 +73,9 @@ def width_search(given: object) -> WidthSearch | None:
     """The search for a name, or a search itself; None for a number of candidates."""
     if isinstance(given, str):
         if given not in SEARCHES:
-            known = ", ".join(SEARCHES) or "none is registered"
+            known = f"choose from {', '.join(SEARCHES)}" if SEARCHES else "no search is registered under a name"
             own = "a function of a WidthProblem; those of a checkout come with `import ispasp_lab.search`"
-            raise InputError(f"search={given!r}: choose from {known}, pass a number of candidates, or {own}")
+            raise InputError(f"search={given!r}: {known}; pass a number of candidates, or {own}")
         return SEARCHES[given]()
     return given if callable(given) else None
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from ispasp.errors import TraceError
 from ispasp.graph.atoms import UNKNOWN, Atom, Axis, Reason, atoms_of, freeze, freeze_atom, length, new_axis, resolve
@@ -24,7 +25,9 @@ from ispasp.types.dimension import Cost, Extent, Kept, distinct, full_length, ke
 _BY_MODE = re.compile(r"\bif\b.*\btraining\b")
 _SAME_AXES = re.compile(r"checkpoint|drop\w*\s*=[^=].*\bif\b.*\btraining\b.*\belse\b")  # or only a rate of dropout
 _TRAINING_ONLY = "is used in training only: it is cut to fit what it reads, and loses no units of its own"
-_NEVER = "is not used by the example call: it stays as it is"
+NOT_CALLED = (
+    "is not used by the example call: it stays as it is, so calls that use it may fail: pass one or skip= its input"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +87,7 @@ def analyse(model: nn.Module, batch: Batch, also: Sequence[Batch] = ()) -> Analy
         _freeze_unmatched(tracker, other)
     _choose_factors(walks, tensors)
     found = tuple(_collect(tracker))
-    frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, tensors))
+    frozen = (*_frozen(tracker, tensors), *_unreached(model, reached, tensors), *_unregistered(model))
     return Analysis(tracker.trace, tracker, tensors, found, frozen, {}, tuple(others), training, by_mode).naming(found)
 
 
@@ -136,9 +139,14 @@ def _freeze_unmatched(main: Tracker, other: Tracker) -> None:
     only = [c for n, c in enumerate(main.contractions) if n not in both]
     only += [c for c in other.contractions if c.node not in both.values()]
     for contraction in only:
-        where = ", ".join(paths_of(contraction))
+        ranks = {c.dims for c in only if c.parameters == contraction.parameters}
+        when = (
+            "for some kinds of batches only"
+            if len(ranks) < 2
+            else "in batches of different numbers of axes: pass one kind"
+        )
         for axis in contraction.contracted:
-            freeze(axis, Reason(f"is read by {where} for some kinds of batches only", contraction.node.name))
+            freeze(axis, Reason(f"is read by {', '.join(paths_of(contraction))} {when}", contraction.node.name))
 
 
 def _may_differ_in_training(model: nn.Module, tensors: Mapping[str, Value], read: Collection[str]) -> bool:
@@ -180,8 +188,21 @@ def _unreached(model: nn.Module, reached: Collection[str], read: Collection[str]
     for name in (name for name, _ in model.named_parameters() if name not in reached):
         paths = itertools.accumulate(owner(name).split("."), "{}.{}".format)
         path = next((p for p in paths if not any(n.startswith(f"{p}.") for n in reached)), owner(name)) or name
-        left.setdefault(path, Reason(_TRAINING_ONLY if name in read else _NEVER))
+        left.setdefault(path, Reason(_TRAINING_ONLY if name in read else NOT_CALLED))
     return left.items()
+
+
+def _unregistered(model: nn.Module) -> Iterator[tuple[str, Reason]]:
+    """Attributes of modules that hold layers of which the model does not know."""
+    known, why = (
+        set(model.modules()),
+        "holds layers that are not registered, so they stay whole: make it an nn.ModuleList",
+    )
+    for path, module in model.named_modules():
+        for name, held in vars(module).items():
+            layers = (leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, nn.Module) and leaf not in known)
+            if any(True for layer in layers for _ in layer.parameters()):
+                yield f"{path}.{name}".removeprefix("."), Reason(why)
 
 
 # Hidden dimensions --------------------------------------------------------------------------------------------------
@@ -255,6 +276,8 @@ def _frozen(tracker: Tracker, tensors: Mapping[str, Value]) -> list[tuple[str, R
     for contraction in tracker.contractions:
         atoms = [atom for axis in contraction.made for atom in atoms_of(axis)]
         reason = max(atoms, key=_rank).frozen if atoms and all(atom.frozen for atom in atoms) else None
+        if not atoms and any(length(axis) > 1 for axis in contraction.made):
+            reason = Reason("the forward reads its units one by one")
         if reason is not None:
             for path in paths_of(contraction):
                 rows.setdefault((path, reason.text), reason)

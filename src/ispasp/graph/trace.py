@@ -7,6 +7,7 @@ import importlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_letters
@@ -23,10 +24,12 @@ from ispasp.errors import InputError, TraceError
 from ispasp.graph.state import Place, left_out, one_at_a_time, quiet, seeded, state_kept, uninterrupted, users_hooks
 
 _MAY_RETURN_INPUT = (operator.getitem, torch.ops.aten.dropout.default)  # their schemas do not say so
-_STRIDED = {
-    getattr(torch.ops.aten, name) for name in "view as_strided as_strided_ as_strided_copy set_ resize_".split()
-}
+_VIEWS = "view view_as _unsafe_view _reshape_alias view_as_complex as_strided as_strided_ set_ resize_"
+_STRIDED = {getattr(torch.ops.aten, name) for name in _VIEWS.split()}
+_MAY_COPY = {getattr(torch.ops.aten, name) for name in ("reshape", "flatten", "reshape_as", "contiguous", "to")}
 _BLOCKS = (torch.ops.higher_order.wrap_with_autocast, torch.ops.higher_order.wrap_with_set_grad_enabled)
+_PAUSED: ContextVar[tuple[Any, ...]] = ContextVar("configs whose cache is switched off", default=())
+_CACHED: ContextVar[bool] = ContextVar("whether models are called with their cache", default=False)
 Batch = Any  # Tensor -> model(x); tuple or list -> model(*x); mapping -> model(**x)
 
 
@@ -40,7 +43,7 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: (args, kwargs). Decoders run on whole sequences, without a cache."""
     if not isinstance(batch, Mapping):
         return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
-    inputs = {name: False if name == "use_cache" else value for name, value in batch.items()}
+    inputs = {name: value if name != "use_cache" or _CACHED.get() else False for name, value in batch.items()}
     for name in ("past_key_values", "past_key_value", "cache_params"):
         cache = inputs.pop(name, None)
         positions = getattr(cache, "get_seq_length", getattr(cache, "__len__", lambda: 1))
@@ -99,7 +102,18 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn `use_cache` off in the configs of all modules, and in the configs inside those."""
+    """Turn `use_cache` off in all configs."""
+    caching = [] if _CACHED.get() else _caching(model)
+    paused = _PAUSED.set((*_PAUSED.get(), *caching))
+    try:
+        with _changed(caching, "use_cache", False):
+            yield
+    finally:
+        _PAUSED.reset(paused)
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    """The configs of all modules, and the configs inside those, whose cache is on."""
     found: dict[int, Any] = {}
     waiting = [vars(module).get("config") for module in model.modules()]
     while waiting:
@@ -107,9 +121,24 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, (type, dict)):
             found[id(config)] = config
             waiting += [value for name, value in vars(config).items() if name.endswith("config")]
-    caching = [config for config in found.values() if getattr(config, "use_cache", False) is True]
-    with _changed(caching, "use_cache", False):
-        yield
+    return [config for config in found.values() if getattr(config, "use_cache", False) is True]
+
+
+def has_cache(model: nn.Module, batch: Batch) -> bool:
+    """Whether a plain call with this batch fills a cache, as far as configs and the batch say."""
+    asked = isinstance(batch, Mapping) and bool(batch.get("use_cache"))
+    return asked or bool(_PAUSED.get() or _caching(model))
+
+
+@contextmanager
+def cache_on() -> Iterator[None]:
+    """Call models as the user calls them, for a block: `evaluating` leaves their cache on."""
+    cached = _CACHED.set(True)
+    try:
+        with _changed(_PAUSED.get(), "use_cache", True):
+            yield
+    finally:
+        _CACHED.reset(cached)
 
 
 @contextmanager
@@ -159,7 +188,9 @@ class Trace:
     def any_layout(self) -> bool:
         """Whether no op sees the layout of tensors in memory; random numbers are drawn in its order."""
         nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
-        return all(map(_ignores_layout, nodes))
+        written = writes(self.graph)
+        copied = any(node in written and getattr(node.target, "overloadpacket", None) in _MAY_COPY for node in nodes)
+        return not copied and all(map(_ignores_layout, nodes))
 
     def laid_out(self, value: Any) -> Any:
         """The input with its channels last in memory, if it holds images: convolutions on a CPU are faster so."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ispasp.errors import InputError, IspaspError, PlanError
 from ispasp.graph.analyse import owner
 from ispasp.graph.state import uninterrupted
+from ispasp.graph.trace import cache_on
 from ispasp.surgery.attention import slim
 from ispasp.surgery.empty import empty_class
 from ispasp.surgery.fold import Folding, replace_module, submodule
@@ -135,7 +136,8 @@ def remove_(model: nn.Module, plan: Plan, undo: Undo, optimizer: torch.optim.Opt
             module._buffers[leaf] = done[id(tensor)][1]
     _check_weight_norms(model, touched)
     swapped = _swap_attentions(model, plan, touched, undo)
-    _correct_attributes(model, plan, swapped, undo)
+    with cache_on():  # a copy of a config keeps the user's setting
+        _correct_attributes(model, plan, swapped, undo)
     _correct_layers(model, plan, touched, undo)
     record_(model, (*plans_of(model), plan), undo)
 

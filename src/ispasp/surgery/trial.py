@@ -7,10 +7,11 @@ masking, on one short example if that takes the same path through the model as t
 from __future__ import annotations
 
 import inspect
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,11 +25,11 @@ from ispasp.errors import InputError, TraceError
 from ispasp.graph.analyse import Analysis, cost_model, owner
 from ispasp.graph.atoms import atoms_of
 from ispasp.graph.state import state_kept, succeeds
-from ispasp.graph.trace import Batch, Trace, call_arguments, evaluating, run_and_restore
+from ispasp.graph.trace import Batch, Trace, cache_on, call_arguments, evaluating, has_cache, run_and_restore
 from ispasp.surgery.attention import SlimMultiheadAttention
 from ispasp.surgery.corrections import alike, candidates, common_path, is_builtin, search
 from ispasp.surgery.remove import read_number, removed
-from ispasp.surgery.verify import Failure, Frame, attempt, masked_output, relative_error, tolerance
+from ispasp.surgery.verify import Failure, Frame, attempt, masked_output, relative_error, shared, tolerance
 from ispasp.types.dimension import Attribute, Structure, TensorLayout, full_length, names_in
 from ispasp.types.plan import Plan
 
@@ -160,6 +161,7 @@ class Trial:
     _example: Batch = field(init=False)  # the batch to run the model on
     _graph: TracedGraph = field(init=False)
     _limit: float = field(init=False)  # largest relative error allowed
+    _cached: bool = field(init=False)  # whether to call the model with its cache
     _searched: set[Key] = field(default_factory=set)  # corrections found by trial, not by the graph
     _by_analogy: set[Key] = field(default_factory=set)  # corrections taken over from another module
     _dropped: set[Key] = field(default_factory=set)  # those of them that did harm
@@ -167,6 +169,7 @@ class Trial:
     def __post_init__(self) -> None:
         self._example, self._graph = traced_example(self.model, self.batch, self.analysis)
         self._limit = tolerance(self._graph.trace)
+        self._cached = has_cache(self.model, self._example)
 
     def run(self) -> None:
         """Try all dimensions with two choices of units, until the model runs with both and equals masking."""
@@ -216,27 +219,37 @@ class Trial:
         if not kept:
             return True
         outcome, found = self._try(kept, searching=True)
-        if isinstance(outcome, Failure):
-            if not self._adopt(found, kept) and not self._drop(outcome):
-                self._give_up(outcome, kept)
-            return False
-        error = self._error(outcome, kept)
-        if error > self._limit:
+        error = math.inf if isinstance(outcome, Failure) else self._error(outcome, kept)
+        if error <= self._limit:
+            return True
+        if self._cached and self._is_wrong({}):
+            self._cached = False  # the dense model fails with its cache, or computes something else
+        elif not isinstance(outcome, Failure):
             self._correct_difference(kept, error)
-            return False
-        return True
+        elif not self._adopt(found, kept) and not self._drop(outcome):
+            self._give_up(outcome, kept)
+        return False
 
     def _try(self, kept: Kept, *, searching: bool = False) -> tuple[list[Tensor] | Failure, tuple[Attribute, ...]]:
-        """Remove units, run, and put them back. If the model fails, search corrections before that."""
+        """Remove units, run, and put them back. If the model fails, search corrections before that.
+
+        A model with a cache is called with it, as the user will; without it, where that fails.
+        """
         found: tuple[Attribute, ...] = ()
         with removed(self.model, Plan(kept, self.structure)):
-            outcome = attempt(self.model, self._example)
+            with cache_on() if self._cached else nullcontext():
+                outcome = attempt(self.model, self._example)
+            if isinstance(outcome, Failure) and self._cached:
+                plainly = attempt(self.model, self._example)
+                outcome = plainly if isinstance(plainly, Failure) else replace(outcome, cached=True)
             if isinstance(outcome, Failure) and searching:
-                found = search(outcome, self.structure, kept)
+                with cache_on() if outcome.cached else nullcontext():
+                    found = search(outcome, self.structure, kept)
         return outcome, found
 
     def _error(self, outcome: Sequence[Tensor], kept: Kept) -> float:
-        return relative_error(outcome, masked_output(self.analysis, self.model, self._example, kept, self._graph))
+        expected = masked_output(self.analysis, self.model, self._example, kept, self._graph)
+        return relative_error(shared(outcome, expected) if self._cached else outcome, expected)
 
     # The forward fails ------------------------------------------------------------------------------------------
     def _adopt(self, found: Sequence[Attribute], kept: Kept) -> bool:
@@ -402,7 +415,8 @@ def _key(attribute: Attribute) -> Key:
 
 
 def _text(failure: Failure) -> str:
-    return (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
+    text = (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
+    return f"{text} (with use_cache=True)" if failure.cached else text
 
 
 def _within(path: str, outer: str) -> bool:

@@ -48,6 +48,7 @@ class Failure:
 
     error: Exception
     stack: tuple[Frame, ...]
+    cached: bool = False  # it runs without its cache
 
 
 def output_of(model: nn.Module, batch: Batch) -> list[Tensor]:
@@ -131,6 +132,17 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
     """The error of `compare`. Integers count if more of them differ than rounding flips."""
     outcome = compare(found, expected)
     return outcome.error if outcome.flipped <= _FLIPPED else max(outcome.error, outcome.flipped)
+
+
+def shared(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a call with a cache that one without gives as well, by their shapes: the others are the cache.
+
+    >>> [tensor.shape for tensor in shared([torch.ones(2, 3), torch.ones(7), torch.ones(4)], [torch.ones(4)])]
+    [torch.Size([4])]
+    """
+    rest = iter(found)
+    both = (next((tensor for tensor in rest if tensor.shape == wanted.shape), None) for wanted in expected)
+    return [tensor for tensor in both if tensor is not None]
 
 
 def _strided(tensor: Tensor) -> Tensor:
