@@ -194,10 +194,8 @@ def _unreached(model: nn.Module, reached: Collection[str], read: Collection[str]
 
 def _unregistered(model: nn.Module) -> Iterator[tuple[str, Reason]]:
     """Attributes of modules that hold layers of which the model does not know."""
-    known, why = (
-        set(model.modules()),
-        "holds layers that are not registered, so they stay whole: make it an nn.ModuleList",
-    )
+    known = set(model.modules())
+    why = "holds layers that are not registered, so they stay whole: make it an nn.ModuleList"
     for path, module in model.named_modules():
         for name, held in vars(module).items():
             layers = (leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, nn.Module) and leaf not in known)
