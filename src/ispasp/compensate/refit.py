@@ -204,7 +204,7 @@ def gather(
         where = f"hidden dimension {', '.join(map(repr, sorted(site.names)))}, read by {site.path}, batch {number}"
         few = few or (number == first and positions.few(consumer, H, W[0, 0].numel()))
         if few:
-            pieces.append([_unfolded(consumer, W, *half) for half in halves])
+            pieces.append([_matrices(consumer, W, *half) for half in halves])
             totals = [values.double().square().sum() for piece in pieces[-1] for values in piece]
         else:
             parts = Halves(*(_sums(consumer, W, *half) for half in halves))
@@ -325,7 +325,7 @@ def _halves(
     return W, [(H[rows], T[rows], at) for rows in (slice(half), slice(half, None))]
 
 
-def _unfolded(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor, at: Tensor | None) -> _Rows:
+def _matrices(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor, at: Tensor | None) -> _Rows:
     """Inputs (groups, K, N) and targets (groups, O, N). T has only the positions `at`."""
     groups, out, columns = W.flatten(2).shape
     targets = T.reshape(len(T), groups, out, math.prod(T.shape[2:])).permute(1, 2, 0, 3).flatten(2)  # as patches
@@ -341,7 +341,7 @@ def _sums(consumer: Consumer, W: Tensor, H: Tensor, T: Tensor, at: Tensor | None
     total = no_sums(groups, columns, out, H.device)
     for h, t in zip(torch.split(H, rows), torch.split(T, rows), strict=True):
         if len(h):
-            total = total + sums_of(*_unfolded(consumer, W, h, t, at))
+            total = total + sums_of(*_matrices(consumer, W, h, t, at))
     return total
 
 
