@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ispasp
+from support.mutants import MUTANTS
 
 SRC = Path(ispasp.__file__).parent
 MOST_CODE = 15_985  # lines of code in the library: where it can be lower, lower it; only a feature may raise it
@@ -97,6 +98,17 @@ def code_lines(text: str) -> int:
 def test_the_library_stays_small() -> None:
     sizes = {path: code_lines(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py")}
     assert sum(sizes.values()) <= MOST_CODE, "the library grows: is there something to take away, or to share?"
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in MUTANTS}))
+def test_every_mutation_changes_one_place(file: str) -> None:
+    """`make mutations` takes long and runs seldom: what it would break has to stand where it says."""
+    text = (SRC / file).read_text(encoding="utf-8")
+    changes = [pair for (name, _), pairs in MUTANTS.items() if name == file for pair in pairs]
+    assert {old: text.count(old) for old, _ in changes if text.count(old) != 1} == {}
+    for old, new in changes:
+        assert old != new
+        ast.parse(text.replace(old, new))
 
 
 def is_record(cls: ast.ClassDef) -> bool:

@@ -150,7 +150,7 @@ MUTANTS: dict[tuple[str, tuple[str, ...]], list[Pair]] = {
         ("(firsts[size, n], abs(n - wishes[0]))", "abs(n - wishes[0])"),
         ("choices = (*choices, two_choices(backwards, seed=1)[0])", "pass"),
         ("step = 4 if size >= 16 else 1", "step = 1"),
-        ("        if error > self._limit:\n", "        if False:\n"),
+        ("        if error <= self._limit:\n", "        if error < float('inf'):\n"),
         ("                self._try_training(self._left(choices[0]))\n", ""),
         ("if _ops(graph.trace) == _ops(analysis.trace):", "if True:"),
         (
